@@ -78,8 +78,8 @@ class TestHost:
     @pytest.mark.parametrize(("kind", "raw"), [("mamba2", False), ("gdn", False), ("kda", False), ("kda", True)])
     def test_reference(self, kind, raw):
         """The float64 comparison uses the same system, requests and clocks, so it agrees to the last bit."""
-        report = bench.time_arrivals([case_of(kind, raw)], "reference", layers=6, steps=5, mean_tokens=5)
-        check(report.results, 6)
+        report = bench.time_arrivals([case_of(kind, raw)], "reference", layers=2, steps=5, mean_tokens=5)
+        check(report.results, 2)
         assert all(r.error == r.state_error == 0 for r in report.results)
 
     def test_cpu(self):

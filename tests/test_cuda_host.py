@@ -1,7 +1,5 @@
 """CUDA kernels, on the host (see tests/host/README.md) and on a device, against the float64 reference."""
 
-from unittest.mock import Mock
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -16,6 +14,7 @@ from gpu.cuda_support import (
     SketchEngine,
     StandardEngine,
     check_sketch,
+    compare_window,
     error,
     load_same,
     make_plan,
@@ -26,7 +25,6 @@ from gpu.cuda_support import (
     run_mixed,
     run_pair,
     slot_table,
-    token,
     tokens_to_device,
 )
 from host import fixtures
@@ -40,78 +38,98 @@ cupy, host, pytestmark = fixtures.of_kernels, fixtures.of_host, fixtures.cold
 
 ACTIVATIONS = "bfloat16", "float16", "float32"
 OTHER_RANKS = [9, FULL_STATE, 33, 1, 40]
+KINDS = "mamba2", "gdn", "kda", "kda-raw"
+STATES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+def check_states(device, oracle, state_dtype):
+    assert device.state.dtype == STATES[state_dtype]
+    assert error(device.state.get().astype(np.float64), oracle.state) < TIPPED.get(state_dtype, EXACT)
 
 
 # Types differ in how a number is converted, shapes in which numbers a thread has: every kind meets all types, and
-# every shape one of them.
+# every shape one of them. So also below.
 @pytest.mark.parametrize(
-    ("activation", "name"),
+    ("activation", "state_dtype", "name"),
     [
-        *((activation, name) for activation in ACTIVATIONS for name in ("mamba2", "gdn", "kda-raw")),
-        *(("float32", name) for name in ("mamba2-80", "kda-64-bounded")),
-        *(("bfloat16", name) for name in ("mamba2-128", "kda")),
-        *(("float16", name) for name in ("gdn-96", "kda-64")),
+        *((activation, "float32", name) for activation in ACTIVATIONS for name in ("mamba2", "gdn", "kda-raw")),
+        *(("float32", "float32", name) for name in ("mamba2-80", "kda-64-bounded")),
+        *(("bfloat16", "float32", name) for name in ("mamba2-128", "kda")),
+        *(("float16", "float32", name) for name in ("gdn-96", "kda-64")),
+        *(("bfloat16", state_dtype, name) for state_dtype in TIPPED for name in ("mamba2", "gdn", "kda")),
+        *(("bfloat16", "bfloat16", name) for name in ("mamba2-80", "gdn-96", "kda-raw")),
+        *(("bfloat16", "float16", name) for name in ("mamba2-128", "kda-64", "kda-64-bounded")),
     ],
 )
-def test_standard(name, activation, rng, cupy):
+def test_standard(name, activation, state_dtype, rng, cupy):
     layer = LAYERS[name]
     gate = named_gate(name, layer, rng)
-    device, oracle = (
-        StandardEngine(layer, 5, activation_dtype=activation, output_dtype="float32", gate=gate),
-        reference.StandardEngine(layer, 5),
-    )
+    options = {"activation_dtype": activation, "output_dtype": "float32", "gate": gate, "state_dtype": state_dtype}
+    device = StandardEngine(layer, 5, **options)
+    oracle = reference.StandardEngine(layer, 5, EngineOptions(state_dtype=state_dtype))
     tokens = make_tokens(layer, 3, 12, activation, rng, gate=gate)
     got, want, _ = run_pair(device, oracle, layer, tokens, slot_table(3, 5, 12, rng), activation, gate)
-    assert error(got, want) < EXACT
-    assert error(device.state.get(), oracle.state) < EXACT
+    assert error(got, want) < TIPPED.get(state_dtype, EXACT)
+    check_states(device, oracle, state_dtype)
 
 
 @pytest.mark.parametrize(
-    ("name", "window", "activation"),
+    ("name", "window", "activation", "state_dtype"),
     [
-        *((name, 16, "bfloat16") for name in ("mamba2", "mamba2-128", "gdn", "kda", "kda-raw")),
-        *(("mamba2-80", 4, "float32"), ("gdn-96", 8, "float16"), ("kda-64", 32, "float32")),
-        *(("mamba2-80", 32, "float16"), ("gdn-96", 32, "float32"), ("kda-64", 4, "bfloat16")),
-        *(("kda-raw", 8, "float16"), ("kda-raw", 32, "float32")),
-        *(("kda-64-bounded", 4, "bfloat16"), ("kda-64-bounded", 32, "float32")),
+        *((name, 16, "bfloat16", "float32") for name in ("mamba2", "mamba2-128", "gdn", "kda", "kda-raw")),
+        *(("mamba2-80", 4, "float32", "float32"), ("gdn-96", 8, "float16", "float32")),
+        *(("kda-64", 32, "float32", "float32"), ("mamba2-80", 32, "float16", "float32")),
+        *(("gdn-96", 32, "float32", "float32"), ("kda-64", 4, "bfloat16", "float32")),
+        *(("kda-raw", 8, "float16", "float32"), ("kda-raw", 32, "float32", "float32")),
+        *(("kda-64-bounded", 4, "bfloat16", "float32"), ("kda-64-bounded", 32, "float32", "float32")),
+        *((name, 16, "bfloat16", "bfloat16") for name in ("mamba2", "gdn", "kda-raw")),
+        *(("kda", 16, "bfloat16", "float16"), ("mamba2-80", 4, "float32", "float16")),
+        *(("gdn-96", 8, "float16", "float16"), ("kda-64", 32, "float32", "bfloat16")),
+        ("mamba2-128", 32, "bfloat16", "float16"),
     ],
 )
-def test_replay(name, window, activation, rng, cupy):
-    layer, length = LAYERS[name], 2 * window + 5
+def test_replay(name, window, activation, state_dtype, rng, cupy):
+    layer, length, exact = LAYERS[name], 2 * window + 5, TIPPED.get(state_dtype, EXACT)
     gate = named_gate(name, layer, rng)
-    device = poisoned(ReplayEngine(layer, 5, window, activation_dtype=activation, output_dtype="float32", gate=gate))
-    oracle = reference.ReplayEngine(layer, 5, window)
+    options = {"activation_dtype": activation, "output_dtype": "float32", "gate": gate, "state_dtype": state_dtype}
+    device = poisoned(ReplayEngine(layer, 5, window, **options))
+    oracle = reference.ReplayEngine(layer, 5, window, EngineOptions(state_dtype=state_dtype))
     tokens = make_tokens(layer, 4, length, activation, rng, gate=gate)
     got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 5, length, rng), activation, gate)
     assert np.unique(where[:, -1]).size > 1  # the rows are at different tokens of their windows
     flushes = where == window - 1
     assert flushes.any()
-    assert error(got[flushes], want[flushes]) < EXACT
-    assert error(got[~flushes], want[~flushes]) < EXACT
+    assert error(got[flushes], want[flushes]) < exact
+    assert error(got[~flushes], want[~flushes]) < exact
     assert np.array_equal(device.position.get(), oracle.position)
     device.flush(cupy.arange(5))
     oracle.flush(np.arange(5))
-    assert error(device.state.get(), oracle.state) < EXACT
+    check_states(device, oracle, state_dtype)
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "stored"),
+    ("name", "kind", "stored", "state_dtype"),
     [
-        *((name, kind, "bfloat16") for name in ("mamba2", "gdn", "kda", "kda-raw") for kind in ("lowrank", "ridge")),
+        *((name, kind, "bfloat16", "float32") for name in KINDS for kind in ("lowrank", "ridge")),
         *(
-            (name, kind, "float32")
+            (name, kind, "float32", "float32")
             for name in ("mamba2-80", "gdn-96", "kda-64")
             for kind in ("prior", "ridge", "offline")
         ),
-        ("mamba2-128", "lowrank", "bfloat16"),
-        ("kda-64-bounded", "prior", "float32"),
+        *(("mamba2-128", "lowrank", "bfloat16", "float32"), ("kda-64-bounded", "prior", "float32", "float32")),
+        *((name, "ridge", "bfloat16", "bfloat16") for name in ("mamba2", "gdn", "kda")),
+        *((name, "lowrank", "bfloat16", "float16") for name in ("mamba2", "gdn", "kda-raw")),
+        *(("mamba2-80", "ridge", "float32", "bfloat16"), ("gdn-96", "prior", "float32", "float16")),
+        *(("kda-64", "offline", "float32", "bfloat16"), ("mamba2-128", "prior", "bfloat16", "bfloat16")),
     ],
 )
-def test_sketch(name, kind, stored, rng, cupy):
-    """Mixed ranks, full-state heads, padding, staggered windows; gates of 0, -50 and -inf among the rest."""
+def test_sketch(name, kind, stored, state_dtype, rng, cupy):
+    """Mixed ranks, full-state heads, padding, staggered windows; gates of 0, -50 and -inf among the rest. Sketches are
+    made of the rounded states.
+    """
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, ridge=RIDGE[kind])
-    check_sketch(plan, stored, "bfloat16", rng, named_gate(name, layer, rng))
+    check_sketch(plan, stored, "bfloat16", rng, named_gate(name, layer, rng), state_dtype=state_dtype)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +163,7 @@ def test_steps_of_mixed_sizes(name, window, kind, activation, stored, rng, cupy)
     assert not full_state.any() or error(got[~ends][:, full_state], want[~ends][:, full_state]) < exact
     device.flush(cupy.arange(5))
     oracle.flush(np.arange(5))
-    assert error(device.state.get().astype(np.float64), oracle.state) < exact
+    check_states(device, oracle, stored)
 
 
 def test_no_tokens(rng, cupy):
@@ -165,37 +183,43 @@ def test_reads_of_what_bf16_holds(name, rng, cupy):
     plan.omega[...] = plan.projection[...] = np.eye(*plan.omega.shape[1:])
     device, oracle = SketchEngine(plan, 3, output_dtype="float32"), reference.SketchEngine(plan, 3)
     start = round_to(rng.standard_normal((3, *layer.state_shape)), "bfloat16")
-    poisoned(device).load_state(cupy.asarray(start), cupy.arange(3))
-    oracle.load_state(start.astype(np.float64), np.arange(3))
-    length = plan.window - 1
-    tokens = make_tokens(layer, 3, length, "bfloat16", rng)
-    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(3), (length, 1)), "bfloat16")
-    assert error(got, want) < 1e-5
+    assert compare_window(poisoned(device), oracle, start, "bfloat16", rng, cupy) < 1e-5
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("layer", "kind", "window", "activation"),
+    ("layer", "kind", "window", "activation", "state_dtype", "blocks"),
     [
-        (Layer("kda", 3, 64, 80, 3), "lowrank", 16, "bfloat16"),
-        (Layer("kda", 2, 128, 96, 1), "ridge", 8, "bfloat16"),
-        (Layer("kda", 2, 128, 128, 2), "ridge", 32, "bfloat16"),
-        (Layer("kda", 2, 64, 80, 2), "ridge", 4, "float32"),
-        (Layer("gdn", 4, 64, 80, 2), "ridge", 16, "float16"),
-        (Layer("gdn", 2, 128, 128, 2), "lowrank", 32, "bfloat16"),
-        (Layer("mamba2", 4, 128, 96, 2), "lowrank", 32, "float32"),
-        (Layer("mamba2", 6, 128, 64, 2), "ridge", 4, "bfloat16"),
-        (Layer("mamba2", 4, 64, 96, 4), "lowrank", 8, "bfloat16"),
-        (Layer("gdn", 3, 128, 128, 1), "lowrank", 16, "bfloat16"),
-        (Layer("gdn", 4, 64, 80, 2), "lowrank", 16, "bfloat16"),
-        (Layer("mamba2", 4, 64, 96, 2), "ridge", 8, "bfloat16"),
+        (Layer("kda", 3, 64, 80, 3), "lowrank", 16, "bfloat16", "float32", None),
+        (Layer("kda", 2, 128, 96, 1), "ridge", 8, "bfloat16", "float32", None),
+        (Layer("kda", 2, 128, 128, 2), "ridge", 32, "bfloat16", "float32", None),
+        (Layer("kda", 2, 64, 80, 2), "ridge", 4, "float32", "float32", None),
+        (Layer("gdn", 4, 64, 80, 2), "ridge", 16, "float16", "float32", None),
+        (Layer("gdn", 2, 128, 128, 2), "lowrank", 32, "bfloat16", "float32", None),
+        (Layer("mamba2", 4, 128, 96, 2), "lowrank", 32, "float32", "float32", None),
+        (Layer("mamba2", 6, 128, 64, 2), "ridge", 4, "bfloat16", "float32", None),
+        (Layer("mamba2", 4, 64, 96, 4), "lowrank", 8, "bfloat16", "float32", None),
+        (Layer("gdn", 3, 128, 128, 1), "lowrank", 16, "bfloat16", "float32", None),
+        (Layer("gdn", 4, 64, 80, 2), "lowrank", 16, "bfloat16", "float32", None),
+        (Layer("mamba2", 4, 64, 96, 2), "ridge", 8, "bfloat16", "float32", None),
+        *(
+            (*shape, blocks)  # 1: one block computes all tiles in turn
+            for blocks in (None, 1)
+            for shape in (
+                (Layer("kda", 3, 64, 80, 3), "lowrank", 16, "bfloat16", "bfloat16"),
+                (Layer("gdn", 4, 64, 80, 2), "ridge", 8, "float16", "float16"),
+                (Layer("gdn", 2, 128, 128, 2), "lowrank", 32, "bfloat16", "float16"),
+                (Layer("mamba2", 4, 128, 96, 2), "lowrank", 32, "float32", "bfloat16"),
+                (Layer("mamba2", 6, 128, 64, 2), "ridge", 4, "bfloat16", "bfloat16"),
+            )
+        ),
     ],
     ids=lambda x: f"{x.kind}-{x.value_dim}" if isinstance(x, Layer) else None,
 )
-def test_sketch_of_other_shapes(layer, kind, window, activation, rng, cupy):
+def test_sketch_of_other_shapes(layer, kind, window, activation, state_dtype, blocks, rng, cupy):
     """Shapes with other roles, groups, places and buffers in the flush, and reads with one head per tile."""
     plan = make_plan(layer, np.resize(OTHER_RANKS, layer.heads), rng, map=kind, ridge=RIDGE[kind], window=window)
-    check_sketch(plan, "bfloat16", activation, rng)
+    check_sketch(plan, "bfloat16", activation, rng, blocks=blocks, state_dtype=state_dtype)
 
 
 @pytest.mark.thorough
@@ -319,30 +343,3 @@ def test_padding_and_fresh_slots(name, rng, cupy):
         assert used.position.tolist() == [0, (t + 1) % 16, 0]
     assert np.array_equal(used.state.get()[[0, 2]], before[[0, 2]], equal_nan=True)
     assert np.array_equal(fresh.state.get(), used.state.get())
-
-
-def test_an_interrupted_step_leaves_others_whole(rng, cupy, monkeypatch):
-    """The interruption comes between the two launches of a step, after a read has reported that no flush is due."""
-    layer = LAYERS["gdn"]
-    plan = make_plan(layer, [7, 3, 16, 2], rng, window=4)
-    engines = [poisoned(SketchEngine(plan, 2, output_dtype="float32")) for _ in range(2)]
-    tokens = make_tokens(layer, 1, 6, "bfloat16", rng)
-    outs = [cupy.empty((1, 1, layer.heads, layer.value_dim), np.float32) for _ in engines]
-
-    def step(which, t, slot):
-        one = tokens_to_device(token(tokens, t), "bfloat16")
-        engines[which].step(one, cupy.asarray([slot]), outs[which])
-
-    for engine in engines:
-        engine.reset(cupy.arange(2))
-    for t in range(6):
-        for which in (0, 1):
-            if t == 3 and which == 1:
-                with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                    interrupt = Mock(side_effect=KeyboardInterrupt)
-                    patch.setattr(engines[1]._kernels[1], "launches", [interrupt] * 4)  # of every mode
-                    step(1, 0, 1)
-            step(which, t, 0)
-        assert np.array_equal(*(out.get() for out in outs))
-    assert np.array_equal(*(engine.state[0].get() for engine in engines))
-    assert np.isfinite(outs[0].get()).all()

@@ -9,6 +9,7 @@ from gpu.cuda_support import (
     RANKS,
     RIDGE,
     STORED,
+    TIPPED,
     ReplayEngine,
     SketchEngine,
     StandardEngine,
@@ -27,6 +28,7 @@ from host import fixtures
 from samples import REPEATED, reflections
 
 from sketchssm.arrays.gates import GateInput
+from sketchssm.arrays.options import EngineOptions
 from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
 from sketchssm.reference import engines as reference
 from sketchssm.reference.recurrence import run
@@ -54,11 +56,13 @@ def test_no_ridge_and_a_sketch_of_rank_one(rng, cupy):
     [
         *(("mamba2", "ridge", "bfloat16"), ("gdn", "lowrank", "bfloat16"), ("gdn", "ridge", "bfloat16")),
         *(("kda", "ridge", "bfloat16"), ("gdn-96", "prior", "float32")),
+        *(("gdn", "ridge", "int8"), ("mamba2", "lowrank", "int8")),
+        *(("kda", "ridge", "int8"), ("kda", "lowrank", "int8")),
     ],
 )
 def test_scaling_a_state_scales_its_reads(name, kind, stored, rng, cupy):
     """Also where float32 cannot hold the squares of states (2^62 and more) or loses them (2^-80). Powers of two change
-    no digit, except where the lower halves of split numbers fall below 2^-126.
+    no digit and no code, except where the lower halves of split numbers fall below 2^-126.
     """
     layer = LAYERS[name]
     plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, ridge=RIDGE[kind])
@@ -75,7 +79,8 @@ def test_scaling_a_state_scales_its_reads(name, kind, stored, rng, cupy):
         return np.ldexp(out.get(), -exponent)
 
     want = run(0)
-    oracle, exact = reference.SketchEngine(plan, 2), np.empty(want.shape)
+    oracle = reference.SketchEngine(plan, 2, "int8" if stored == "int8" else "float32")
+    exact = np.empty(want.shape)
     oracle.load_state(start.astype(np.float64), np.arange(2))
     oracle.step(tokens, np.arange(2), exact)
     assert error(want, exact) < STORED[stored]
@@ -255,3 +260,50 @@ def test_keys_of_zeros_and_tiny_keys(name, rng, cupy):
     got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(2), (40, 1)), "bfloat16")
     assert error(got, want) < EXACT
     assert error(device.state.get(), oracle.state) < EXACT
+
+
+@pytest.mark.parametrize("stored", TIPPED)
+def test_standard_rounds_at_every_token(stored, rng, machine):
+    """Tokens of one call give the same as tokens of several, bit for bit."""
+    layer = LAYERS["gdn"]
+    tokens = make_tokens(layer, 3, 5, "bfloat16", rng)
+    outs, states = [], []
+    for parts in (range(1, 6), [5]):
+        engine = StandardEngine(layer, 3, output_dtype="float32", state_dtype=stored)
+        out, first = machine.full(tokens.v.shape, np.nan, np.float32), 0
+        for last in parts:
+            some = tokens._replace(**{name: x[:, first:last] for name, x in tokens._asdict().items()})
+            piece = machine.full(some.v.shape, np.nan, np.float32)
+            engine.step(tokens_to_device(some, "bfloat16"), machine.arange(3), piece)
+            out[:, first:last], first = piece, last
+        outs.append(out.get())
+        states.append(engine.state.get())
+    assert np.array_equal(outs[0], outs[1])
+    assert np.array_equal(states[0], states[1])
+
+
+def test_numbers_beyond_fp16_become_infinite(rng, machine):
+    """Loaded, written by a token, and folded by a flush; as in the reference."""
+    layer = Layer("mamba2", 2, 64, 64, 1)
+    ends = np.array([65504, 65519.9, 65520, -65520, 1e6, -np.inf, 1e-7, 2**-25], np.float32)
+    start = np.resize(ends, (1, *layer.state_shape))
+    engines = (
+        StandardEngine(layer, 1, state_dtype="float16"),
+        reference.StandardEngine(layer, 1, EngineOptions(state_dtype="float16")),
+    )
+    with np.errstate(over="ignore"):
+        engines[0].load_state(machine.asarray(start), machine.arange(1))
+    engines[1].load_state(start.astype(np.float64), np.arange(1))
+    assert np.array_equal(engines[0].state.get(), engines[1].state)
+    tokens = make_tokens(layer, 1, 4, "bfloat16", rng, hard_gates=False)
+    tokens.v[:, 1] *= 2.0**20
+    for kind, settings in ((StandardEngine, ()), (ReplayEngine, (4,))):
+        device = kind(layer, 1, *settings, output_dtype="float32", state_dtype="float16")
+        oracle = getattr(reference, f"{'Replay' if settings else 'Standard'}Engine")(
+            layer, 1, *settings, EngineOptions(state_dtype="float16")
+        )
+        run_pair(device, oracle, layer, tokens, np.zeros((4, 1), np.int64), "bfloat16")
+        infinite = np.isinf(oracle.state)
+        assert infinite.any() and not infinite.all()
+        assert np.array_equal(np.isinf(device.state.get()), infinite)
+        assert error(device.state.get()[~infinite].astype(float), oracle.state[~infinite]) < TIPPED["float16"]

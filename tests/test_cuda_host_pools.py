@@ -76,9 +76,7 @@ def test_refusals():
         with pytest.raises(kind, match=message):
             ss.SketchHead(plan, 4, "cuda", activation_dtype=activation, memory=memory)
 
-    refused(TypeError, r"^memory\['keys'\]: expected a writable array on the CUDA device", keys=np.zeros(3))
     refused(TypeError, r"^memory\['values'\]: expected bfloat16, got float32", values=standin.zeros(3, np.float32))
-    refused(ValueError, r"^memory\['sketch'\]: expected shape", sketch=good["sketch"][:3])
     refused(ValueError, r"^activation_dtype: expected a type with memory for 'keys'", None, keys=good["keys"])
     refused(ValueError, r"^memory", nothing=good["keys"])
     shared = good["sketch"].view(np.uint8)[:, : parts["keys"].bytes].view(np.uint16).reshape(good["keys"].shape)

@@ -1,5 +1,7 @@
 """Results of the CUDA kernels do not depend on batches, blocks, room or the order of threads."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 from gpu.cuda_support import (
@@ -185,3 +187,30 @@ def test_decays_that_transform_warps_leave_the_solver(rng, host, monkeypatch):
         states.append(engine.state)
     for state in states[1:]:
         assert np.array_equal(states[0].view(np.uint8), state.view(np.uint8))
+
+
+def test_an_interrupted_step_leaves_others_whole(rng, cupy, monkeypatch):
+    """The interruption comes between the two launches of a step, after a read has reported that no flush is due."""
+    layer = LAYERS["gdn"]
+    plan = make_plan(layer, [7, 3, 16, 2], rng, window=4)
+    engines = [poisoned(SketchEngine(plan, 2, output_dtype="float32")) for _ in range(2)]
+    tokens = make_tokens(layer, 1, 6, "bfloat16", rng)
+    outs = [cupy.empty((1, 1, layer.heads, layer.value_dim), np.float32) for _ in engines]
+
+    def step(which, t, slot):
+        one = tokens_to_device(token(tokens, t), "bfloat16")
+        engines[which].step(one, cupy.asarray([slot]), outs[which])
+
+    for engine in engines:
+        engine.reset(cupy.arange(2))
+    for t in range(6):
+        for which in (0, 1):
+            if t == 3 and which == 1:
+                with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                    interrupt = Mock(side_effect=KeyboardInterrupt)
+                    patch.setattr(engines[1]._kernels[1], "launches", [interrupt] * 4)  # of every mode
+                    step(1, 0, 1)
+            step(which, t, 0)
+        assert np.array_equal(*(out.get() for out in outs))
+    assert np.array_equal(*(engine.state[0].get() for engine in engines))
+    assert np.isfinite(outs[0].get()).all()

@@ -11,10 +11,10 @@ cupy = fixtures.of_heads
 
 
 @fixtures.cold
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-def test_a_half_full_window_survives_in_a_file(state_dtype, tmp_path, rng):
+@pytest.mark.parametrize("types", [{}, {"state_dtype": "bfloat16"}, {"sketch_dtype": "int8"}], ids=str)
+def test_a_half_full_window_survives_in_a_file(types, tmp_path, rng):
     """Another head decodes the restored slots bitwise as the first one does, at positions 3 and 0."""
-    head, other = (sketch(state_dtype=state_dtype) for _ in range(2))
+    head, other = (sketch(**types) for _ in range(2))
     for each in (head, other):
         each.step(*narrow(tokens_of(rng, 4, 5)))
     head.step(*narrow(tokens_of(rng, 2, 2)), slots=[1, 3])

@@ -11,7 +11,7 @@ from test_traces import trace_entries, write_traces
 from sketchssm.calibrate.plans import Settings
 from sketchssm.calibrate.traces import Traces
 from sketchssm.calibrate.windows import host_tokens, walk
-from sketchssm.layer.coefficients import CoefficientMap
+from sketchssm.layer.coefficients import MAPS, CoefficientMap
 from sketchssm.layer.recurrence import KINDS
 from sketchssm.plans.files import source_digest
 from sketchssm.plans.plan import SketchPlan
@@ -101,17 +101,7 @@ def test_selection(tmp_path):
         (["exact"], ["exact/standard", "exact/replay"]),
         (["sketch/ridge-?", "exact/replay"], ["exact/replay", "sketch/ridge-1", "sketch/ridge-3"]),
         (["pruned"], []),  # gdn has none; kda has some
-        (
-            ["*/*-3"],
-            [
-                "sketch/ridge-3",
-                "sketch/lowrank-3",
-                "sketch/prior-3",
-                "sketch/offline-3",
-                "sketch/random-basis-3",
-                "narrow/int8-3",
-            ],
-        ),
+        (["*/*-3"], [*(f"sketch/{name}-3" for name in (*MAPS, "random-basis")), "narrow/int8-3"]),
     ):
         assert [entry.name for entry in select(studies, names)[0]] == expected
     assert select(studies, ["pruned"])[1]
