@@ -6,8 +6,7 @@
 constexpr int THREADS = 512;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    commit(int* cursor, int cursor_stride, int* clock_word, int window, SLOT_PARAMETERS, const void* accepted,
-           int accepted_flags, int batch, SLOT_LIMITS) {
+    commit(int* cursor, int cursor_stride, int* clock_word, int window, COMMIT_PARAMETERS, SLOT_LIMITS) {
     __shared__ int room[SCAN_ROOM];
     wait_for_previous_kernel();
     allow_next_kernel();

@@ -15,7 +15,7 @@ struct CopyPart {
 
 // Slots {source, destination} of each pair; PADDING if nothing is copied. One block.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    check_pairs(const void* sources, int source_flags, SLOT_PARAMETERS, int count, int2* pairs, SLOT_LIMITS) {
+    check_pairs(CHECK_PAIRS_PARAMETERS, SLOT_LIMITS) {
     __shared__ int room[SCAN_ROOM];
     const CallSlots slots = SLOTS, from{{sources, source_flags}, {}, pad_slot, slot_count, left_out};
     const int row = threadIdx.x;
@@ -28,8 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    copy_slots(const CopyPart* parts, int part_count, int* cursor, int cursor_stride, const int2* pairs, int count,
-               int units) {
+    copy_slots(const CopyPart* parts, int part_count, int* cursor, int cursor_stride, COPY_SLOTS_PARAMETERS) {
     uint4 held[HELD];
     const Strided<int> cursors{cursor, cursor_stride};
     // Address of the block's unit number `i` in the source or the destination of its pair.
@@ -61,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // Cursors of slots whose memory the caller has written: drops their drafts; the slots are due if the clock is due. One
 // block.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    rejoin(int* cursor, int cursor_stride, int* clock_word, SLOT_PARAMETERS, int count, SLOT_LIMITS) {
+    rejoin(int* cursor, int cursor_stride, int* clock_word, REJOIN_PARAMETERS, SLOT_LIMITS) {
     __shared__ int room[SCAN_ROOM];
     const CallSlots slots = SLOTS;
     for (int first = 0; first < count; first += THREADS) {

@@ -22,8 +22,7 @@ constexpr int BLOCK_WARPS = SKETCHED_HEADS ? MAX_WARPS : 4, MIN_BLOCKS = SKETCHE
 
 extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     read_step(MEMORY_PARAMETERS, const float* gate_input, const projection_t* projection, const int4* heads,
-              const int* order, INPUT_PARAMETERS, SLOT_PARAMETERS, int batch, Schedule* schedule, SLOT_LIMITS,
-              int shared_bytes) {
+              const int* order, READ_STEP_PARAMETERS, SLOT_LIMITS, int shared_bytes) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const Arguments arg{MEMORY, gate_input, projection, heads, INPUTS, {}, {out, out_stride}};
     const CallSlots slots = SLOTS;

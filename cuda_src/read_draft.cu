@@ -18,8 +18,7 @@ constexpr int MIN_BLOCKS = SKETCHED_HEADS ? 1 : 3;
 
 extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     read_draft(MEMORY_PARAMETERS, const float* gate_input, const projection_t* projection, const int4* heads,
-               const int* order, INPUT_PARAMETERS, TOKEN_STEP_PARAMETERS, SLOT_PARAMETERS, int batch, int ticks,
-               int tokens, const void* lengths, int length_flags, SLOT_LIMITS, int* clock_word, int shared_bytes) {
+               const int* order, READ_DRAFT_PARAMETERS, SLOT_LIMITS, int* clock_word, int shared_bytes) {
     const int warp = threadIdx.x / 32;
     const Arguments arg{MEMORY, gate_input, projection, heads, INPUTS, TOKEN_STEPS, {out, out_stride}};
     const CallSlots slots = SLOTS;

@@ -6,8 +6,8 @@
 #include "slot/cursor.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)
-    set_slots(uint4* part, int stride, int* cursor, int cursor_stride, const uint4* rows, i64 row_stride, int size,
-              SLOT_PARAMETERS, int shares, SLOT_LIMITS, int* clock_word) {
+    set_slots(uint4* part, int stride, int* cursor, int cursor_stride, SET_SLOTS_PARAMETERS, SLOT_LIMITS,
+              int* clock_word) {
     const CallSlots slots = SLOTS;
     const int row = blockIdx.x / shares, share = blockIdx.x % shares, slot = slots.once_in_block(row, slots.of(row));
     if (share == 0 && threadIdx.x == 0) slots.note(slot);

@@ -49,8 +49,7 @@ struct Standard {
 };
 
 extern "C" __global__ void __launch_bounds__(32 * STANDARD_WARPS, MIN_BLOCKS)
-    standard_step(state_t* state, int state_stride, const float* gate_input, INPUT_PARAMETERS, TOKEN_STEP_PARAMETERS,
-                  SLOT_PARAMETERS, int batch, int tokens, SLOT_LIMITS) {
+    standard_step(state_t* state, int state_stride, const float* gate_input, STANDARD_STEP_PARAMETERS, SLOT_LIMITS) {
     wait_for_previous_kernel();
     const Standard step{{state, state_stride}, gate_input, INPUTS, TOKEN_STEPS, {out, out_stride}, batch, tokens};
     const CallSlots slots = SLOTS;

@@ -60,9 +60,8 @@ DEVICE state_t* home_of(const Strided<state_t>& states, const WarpRows& part, in
 }
 
 extern "C" __global__ void __launch_bounds__(32 * STANDARD_WARPS, MIN_BLOCKS)
-    standard_draft(state_t* state, int state_stride, const float* gate_input, RING_PARAMETERS, INPUT_PARAMETERS,
-                   TOKEN_STEP_PARAMETERS, SLOT_PARAMETERS, int batch, int tokens, const void* lengths,
-                   int lengths_flags, SLOT_LIMITS) {
+    standard_draft(state_t* state, int state_stride, const float* gate_input, RING_PARAMETERS,
+                   STANDARD_DRAFT_PARAMETERS, SLOT_LIMITS) {
     wait_for_previous_kernel();
     allow_next_kernel();
     const DraftRings rings = RINGS;
@@ -73,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(32 * STANDARD_WARPS, MIN_BLOCKS)
     const CallSlots slots = SLOTS;
     const int slot = slots.once_in_warp(part.row, slots.of(part.row));
     if (part.head == 0 && part.value == 0 && threadIdx.x % 32 == 0) slots.note(slot);
-    const int length = slot < 0 ? 0 : Lengths{{lengths, lengths_flags}, tokens}.of(part.row);
+    const int length = slot < 0 ? 0 : Lengths{{lengths, length_flags}, tokens}.of(part.row);
     const Output output({out, out_stride}, part);
     if (length > 0) {
         StateRegisters rows;
@@ -96,8 +95,8 @@ extern "C" __global__ void __launch_bounds__(32 * STANDARD_WARPS, MIN_BLOCKS)
 }
 
 extern "C" __global__ void __launch_bounds__(32 * STANDARD_WARPS, MIN_BLOCKS)
-    standard_commit(state_t* state, int state_stride, const float* gate_input, RING_PARAMETERS, SLOT_PARAMETERS,
-                    int batch, const void* accepted, int accepted_flags, SLOT_LIMITS) {
+    standard_commit(state_t* state, int state_stride, const float* gate_input, RING_PARAMETERS,
+                    STANDARD_COMMIT_PARAMETERS, SLOT_LIMITS) {
     wait_for_previous_kernel();
     allow_next_kernel();
     const DraftRings rings = RINGS;

@@ -82,8 +82,7 @@ struct CallSlots {
     DEVICE void note(int slot) const { if (slot == LEFT_OUT && numbers.flags & COUNTED) atomicAdd(left_out, 1); }
 };
 
-// A kernel's parameters: SLOT_PARAMETERS differ from call to call, SLOT_LIMITS are constant for a head.
-#define SLOT_PARAMETERS const void *slot_numbers, int slot_flags, int scan_from, int scan_to
+// A kernel's parameters that are constant for a head, and the slots made from all parameters.
 #define SLOT_LIMITS int pad_slot, int slot_count, int *left_out
 #define SLOTS                                                                                      \
     CallSlots {                                                                                    \

@@ -10,10 +10,7 @@ struct Inputs {
     Strided<const float> beta;
 };
 
-// A kernel's parameters for inputs and outputs (heads, V), and the inputs made from them.
-#define INPUT_PARAMETERS                                                                                          \
-    const act_t *q, const act_t *k, const act_t *v, const gate_t *g, const float *beta, out_t *out, int q_stride, \
-        int k_stride, int v_stride, int g_stride, int beta_stride, int out_stride
+// The inputs made from a kernel's parameters.
 #define INPUTS                                                                            \
     Inputs {                                                                              \
         {q, q_stride}, {k, k_stride}, {v, v_stride}, {g, g_stride}, { beta, beta_stride } \
@@ -23,7 +20,6 @@ struct Inputs {
 struct TokenSteps {
     int q, k, v, g, beta;
 };
-#define TOKEN_STEP_PARAMETERS int q_step, int k_step, int v_step, int g_step, int beta_step
 #define TOKEN_STEPS \
     TokenSteps { q_step, k_step, v_step, g_step, beta_step }
 

@@ -24,11 +24,10 @@ namespace {
 enum Value { ADDRESS = 0, STRIDE = 6, SLOTS = 12, SLOT_FLAGS, SCAN, ROWS, WORKSPACE, ZERO, ONE, VALUES };
 const char* const NAMES[VALUES] = {"q",        "k",        "v",        "g",        "beta",        "out",
                                    "q_stride", "k_stride", "v_stride", "g_stride", "beta_stride", "out_stride",
-                                   "slots",    "slot_flags", "scan",   "rows",     "workspace",   "zero",
-                                   "one"};
+                                   "slot_numbers", "slot_flags", "scan_to", "batch", "schedule", "zero", "one"};
 constexpr int ARRAYS = 6, OUT = 5, BETA = 4, V = 2;  // q, k, v, g, beta, out
 constexpr int ALIGNMENT = 16;
-enum { WIDE = 1, COUNTED = 2 };  // flags of slots, as in call_slots.cuh
+enum { WIDE = 1, COUNTED = 2 };  // flags of slots, as in constants.py
 
 struct Array {  // what an argument must look like: rows of `shape`
     std::vector<std::int64_t> shape;

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from sketchssm.cuda.kernel_parameters import KERNELS
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.modules import Variant, load
 from sketchssm.cuda.pointer import Slots
@@ -25,7 +26,7 @@ class Committer:
     def __init__(self, cursor: Any, clock: Any, window: int, slot_limits: tuple[Any, ...]) -> None:
         kernel = load(COMMIT).get_function("commit")
         fixed = *part_of(cursor), clock, np.int32(window)
-        self._launch = Launcher(kernel, fixed, "QiiiQii", slot_limits)
+        self._launch = Launcher(kernel, fixed, KERNELS["commit"].letters, slot_limits)
 
     def __call__(self, accepted: Slots | None, slots: Slots) -> None:
         """Keep the first `accepted` drafts of each row; None is for windows of 1."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sketchssm.cuda.kernel_parameters import macros
 from sketchssm.layer import slots
 
 __all__ = ["header"]
@@ -37,12 +38,15 @@ _ELEMENTS = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32", "int8": "
 
 
 def header() -> str:
-    """Text of the header. Forms of maps are macros, because conditions of the preprocessor have no constants."""
+    """Text of the header, with the kernels' parameters.
+
+    Forms of maps are macros, because conditions of the preprocessor have no constants.
+    """
     numbers = {_ELEMENTS[name]: number for name, number in TYPES.items()}
     numbers |= {"STEP": STEP, "FOLD": FOLD, "LOAD": LOAD, "DRAFT": DRAFT, "WIDE": WIDE, "COUNTED": COUNTED}
     numbers |= {"MAX_ROWS": MAX_ROWS, "STANDARD_WARPS": STANDARD_WARPS, "ALIGN": ALIGN}
     numbers |= {"KERNEL_PIVOTS": KERNEL_PIVOTS, "STATIC_SHARED": STATIC_SHARED}
     numbers |= {"POSITION": slots.POSITION, "DUE": slots.DUE}
     numbers |= {"DRAFTED_SHIFT": slots.DRAFTED_SHIFT, "MAX_DRAFTS": slots.MAX_DRAFTS}
-    macros = [f"#define {name.upper()} {number}" for name, number in MAPS.items()]
-    return "\n".join([*macros, *(f"constexpr int {name} = {number};" for name, number in numbers.items())])
+    forms = [f"#define {name.upper()} {number}" for name, number in MAPS.items()]
+    return "\n".join([*forms, *macros(), *(f"constexpr int {name} = {number};" for name, number in numbers.items())])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from sketchssm.cuda.constants import MAX_ROWS
+from sketchssm.cuda.kernel_parameters import KERNELS
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.modules import Variant, load
 from sketchssm.cuda.pointer import Slots
@@ -33,10 +34,13 @@ class Copier:
         self._parts = cupy.asarray(np.array(table, dtype=np.int64))
         cupy.cuda.get_current_stream().synchronize()  # calls may come on other streams
         cursor = part_of(memory["cursor"])
-        self._check = Launcher(module.get_function("check_pairs"), (), "QiQiiiiQ", slot_limits, overlaps=False)
-        fixed = self._parts, np.int32(len(arrays)), *cursor
-        self._copy = Launcher(module.get_function("copy_slots"), fixed, "Qii", overlaps=False)
-        self._rejoin = Launcher(module.get_function("rejoin"), (*cursor, clock), "Qiiii", slot_limits, overlaps=False)
+
+        def launcher(name: str, before: tuple[Any, ...], after: tuple[Any, ...]) -> Launcher:
+            return Launcher(module.get_function(name), before, KERNELS[name].letters, after, overlaps=False)
+
+        self._check = launcher("check_pairs", (), slot_limits)
+        self._copy = launcher("copy_slots", (self._parts, np.int32(len(arrays)), *cursor), ())
+        self._rejoin = launcher("rejoin", (*cursor, clock), slot_limits)
 
     def copy(self, src: Slots, dst: Slots, workspace: int) -> None:
         """Copy slots as if all were read before any is written; the workspace is the stream's `Schedule`."""

@@ -9,15 +9,15 @@ import numpy as np
 
 from sketchssm.cuda.constants import DRAFT, FOLD, LOAD, STEP
 from sketchssm.cuda.device_slots import DeviceSlots
+from sketchssm.cuda.kernel_parameters import INPUTS, KERNELS
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.modules import size_of
-from sketchssm.cuda.parameters import SLOT_INPUTS, TOKEN_INPUTS
 from sketchssm.cuda.pointer import Slots
 from sketchssm.cuda.workspaces import spans
 
 __all__ = ["Flushes"]
 
-NO_TOKENS = (0,) * len(TOKEN_INPUTS)
+NO_TOKENS = (0,) * len(INPUTS.names)
 
 
 class Flushes:
@@ -36,13 +36,11 @@ class Flushes:
         resident = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(kernel.kernel.ptr, self.threads, shared)
         self.blocks = int(cupy.cuda.Device().attributes["MultiProcessorCount"]) * resident
         self._heads = heads
-        # whether the clock moves on; tokens of a draft, and lengths of its rows; workspace
-        varying = TOKEN_INPUTS + SLOT_INPUTS + "iiQiQ"
         self.launches = [
             Launcher(
                 kernel,
                 tuple(fixed),
-                varying,
+                KERNELS["flush_step"].letters,
                 (*slots.limits, slots.clock, np.int32(mode), np.float32(ridge)),
                 shared=shared,
             )

@@ -11,27 +11,7 @@ from sketchssm.arrays.options import EngineOptions
 from sketchssm.cuda.constants import TYPES
 from sketchssm.layer.recurrence import Layer
 
-__all__ = [
-    "SLOT_INPUTS",
-    "SLOT_VALUES",
-    "STEPS_INPUTS",
-    "TOKEN_INPUTS",
-    "TOKEN_VALUES",
-    "gate_argument",
-    "layer_constants",
-]
-
-TOKEN_INPUTS = "Q" * 6 + "i" * 6
-"""Arguments of a step's kernels: addresses and row strides of q, k, v, g, beta and outputs."""
-
-TOKEN_VALUES = tuple(f"{name}{what}" for what in ("", "_stride") for name in ("q", "k", "v", "g", "beta", "out"))
-"""The same by name."""
-
-STEPS_INPUTS = TOKEN_INPUTS + "i" * 5
-"""The same with bytes from token to token of the inputs, for kernels that take several."""
-
-SLOT_INPUTS, SLOT_VALUES = "Qiiii", ("slots", "slot_flags", "zero", "scan", "rows")
-"""Address, flags and scan of a call's slots, and its rows."""
+__all__ = ["gate_argument", "layer_constants"]
 
 
 def layer_constants(

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from sketchssm.cuda.device_slots import DeviceSlots
+from sketchssm.cuda.kernel_parameters import KERNELS
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.limits import check_shared, shared_limit
 from sketchssm.cuda.modules import Variant, load, size_of
-from sketchssm.cuda.parameters import SLOT_INPUTS, STEPS_INPUTS, TOKEN_INPUTS
 
 __all__ = ["DraftReads", "Reads", "draft_variant"]
 
@@ -46,7 +46,7 @@ class Reads:
             processors = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
             self._limits = (processors, *(size_of(module, name) for name in names))
         last = *slots.limits, np.int32(shared)
-        self.launch = Launcher(kernel, tuple(fixed), TOKEN_INPUTS + SLOT_INPUTS + "Q", last, shared=shared)
+        self.launch = Launcher(kernel, tuple(fixed), KERNELS["read_step"].letters, last, shared=shared)
 
     def grid(self, batch: int) -> tuple[int, int]:
         """Blocks, and a block's threads."""
@@ -70,7 +70,7 @@ class DraftReads:
         if sketched:
             shared = kernel.max_dynamic_shared_size_bytes = shared_limit()
         last = *slots.limits, slots.clock, np.int32(shared)
-        self._launch = Launcher(kernel, tuple(fixed), STEPS_INPUTS + SLOT_INPUTS + "iiQi", last, shared=shared)
+        self._launch = Launcher(kernel, tuple(fixed), KERNELS["read_draft"].letters, last, shared=shared)
 
     def __call__(self, blocks: int, threads: int, *inputs: int) -> None:
         """Launch the kernel; see `Launcher`."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from sketchssm.cuda.kernel_parameters import KERNELS
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.modules import Variant, load
 from sketchssm.cuda.pointer import Pointer, Slots
@@ -49,7 +50,8 @@ class SlotWriter:
             kernel = load(SLOTS).get_function("set_slots")
             fixed = *part_of(self._array), *part_of(self._cursor)
             last = *self._slot_limits, self._clock
-            self._launch = Launcher(kernel, fixed, "QqiQiiii", last, overlaps=False)  # the kernel does not wait
+            varying = KERNELS["set_slots"].letters
+            self._launch = Launcher(kernel, fixed, varying, last, overlaps=False)  # the kernel does not wait
         self._launch(count * parts, THREADS, source, stride, size, *slots.arguments, parts)
 
 

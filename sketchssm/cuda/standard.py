@@ -11,18 +11,12 @@ from sketchssm.cuda.constants import STANDARD_WARPS
 from sketchssm.cuda.copies import COPY
 from sketchssm.cuda.device_slots import DeviceSlots
 from sketchssm.cuda.direct import DirectStep
+from sketchssm.cuda.kernel_parameters import KERNELS, TOKEN_STEPS
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.limits import check_layer
 from sketchssm.cuda.memory import slot_parts
 from sketchssm.cuda.modules import Variant, load, warmup
-from sketchssm.cuda.parameters import (
-    SLOT_INPUTS,
-    SLOT_VALUES,
-    STEPS_INPUTS,
-    TOKEN_VALUES,
-    gate_argument,
-    layer_constants,
-)
+from sketchssm.cuda.parameters import gate_argument, layer_constants
 from sketchssm.cuda.pointer import Pointer, Slots, StepInputs
 from sketchssm.cuda.slots import SLOTS, part_of
 from sketchssm.cuda.standard_drafts import StandardDrafts, standard_draft_variant
@@ -96,8 +90,9 @@ class StandardEngine:
         self.slots.settle(str(self.arrays.activation_dtype))
         kernel = load(self.variants()[0], late=late).get_function("standard_step")
         fixed = *part_of(self.state), self._gate
-        self._step = step = Launcher(kernel, fixed, STEPS_INPUTS + SLOT_INPUTS + "i", self.slots.limits)
-        values = *TOKEN_VALUES, *("zero",) * 5, *SLOT_VALUES, "one"  # one token
+        parameters = KERNELS["standard_step"]
+        self._step = step = Launcher(kernel, fixed, parameters.letters, self.slots.limits)
+        values = parameters.given(**dict.fromkeys(TOKEN_STEPS.names, "zero"), scan_from="zero", tokens="one")
         self._direct = DirectStep(self.arrays, self.layer, [(step, values)], self.num_slots)
         return step
 

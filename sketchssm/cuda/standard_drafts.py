@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from sketchssm.cuda.device_slots import DeviceSlots
+from sketchssm.cuda.kernel_parameters import KERNELS
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.modules import Variant, load
-from sketchssm.cuda.parameters import SLOT_INPUTS, STEPS_INPUTS
 from sketchssm.cuda.pointer import Slots
 from sketchssm.cuda.slots import part_of
 
@@ -27,9 +27,10 @@ class StandardDrafts:
         fixed: list[Any] = [*part_of(slots.state), gate]
         for array in (*slots.ring, slots.cursor):
             fixed += part_of(array)
-        draft, commit = module.get_function("standard_draft"), module.get_function("standard_commit")
-        self._draft = Launcher(draft, tuple(fixed), STEPS_INPUTS + SLOT_INPUTS + "iQi", slots.limits)
-        self._commit = Launcher(commit, tuple(fixed), SLOT_INPUTS + "Qi", slots.limits)
+        self._draft, self._commit = (
+            Launcher(module.get_function(name), tuple(fixed), KERNELS[name].letters, slots.limits)
+            for name in ("standard_draft", "standard_commit")
+        )
 
     def draft(self, grid: tuple[int, int], *inputs: int) -> None:
         """Launch the draft; see `Launcher`."""

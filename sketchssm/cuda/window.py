@@ -14,12 +14,13 @@ from sketchssm.cuda.copies import COPY
 from sketchssm.cuda.device_slots import DeviceSlots
 from sketchssm.cuda.direct import DirectStep
 from sketchssm.cuda.flushes import Flushes
+from sketchssm.cuda.kernel_parameters import KERNELS, LENGTHS
 from sketchssm.cuda.layout import PackedPlan, pack_full_state, pack_plan
 from sketchssm.cuda.limits import check_layer, check_plan, check_shared, check_window
 from sketchssm.cuda.memory import slot_parts
 from sketchssm.cuda.modules import Variant, load, warmup
 from sketchssm.cuda.occupancy import blocks_per_multiprocessor, read_pace
-from sketchssm.cuda.parameters import SLOT_VALUES, TOKEN_VALUES, gate_argument, layer_constants
+from sketchssm.cuda.parameters import gate_argument, layer_constants
 from sketchssm.cuda.pointer import Pointer, Slots, StepInputs
 from sketchssm.cuda.reads import DraftReads, Reads, draft_variant
 from sketchssm.cuda.slots import SLOTS, part_of
@@ -120,11 +121,10 @@ class WindowEngine:
         memory = self._memory()
         reads = Reads(modules[0], (*memory, self._heads, self._order), slots, packed.full_state, self._sketched)
         flushes = Flushes(modules[1], (*memory, self._basis, self._heads), slots, self.layer.heads, packed.ridge)
-        values = (*TOKEN_VALUES, *SLOT_VALUES)
-        nothing = "zero", "zero", "zero"  # no draft
+        no_draft = dict.fromkeys(("draft_tokens", *LENGTHS.names), "zero")
         launches = [
-            (reads.launch, (*values, "workspace")),
-            (flushes.launches[STEP], (*values, "one", *nothing, "workspace")),
+            (reads.launch, KERNELS["read_step"].given(scan_from="zero")),
+            (flushes.launches[STEP], KERNELS["flush_step"].given(scan_from="zero", ticks="one", **no_draft)),
         ]
         self._direct = DirectStep(self.arrays, self.layer, launches, self.num_slots)
         self._kernels = reads, flushes
