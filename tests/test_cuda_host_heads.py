@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gpu.cuda_support import EXACT, ROUNDED, STORED, error
 from host import fixtures, standin
-from host.heads import BFLOAT16, LAYER, OnDevice, narrow, sketch, tokens_of
+from host.heads import BFLOAT16, LAYER, OnDevice, head_with, narrow, sketch, tokens_of
 from samples import at
 
 import sketchssm as ss
@@ -51,9 +51,7 @@ class TestHosts:
 
     @pytest.mark.parametrize("system", ["standard", "replay", "sketch"])
     def test_an_empty_batch(self, system, rng):
-        heads = {"standard": ss.StandardHead, "replay": ss.ReplayHead}
-        head = heads[system](LAYER, 2, backend="cuda") if system in heads else sketch()
-        head.warmup()
+        head = head_with(system)
         tokens = narrow(tokens_of(rng, batch=0, length=2))
         assert head.step(*tokens, slots=[]).shape == tokens.v.shape
         assert not head.position.any()

@@ -156,19 +156,25 @@ def test_pivots_that_almost_depend_on_each_other(rng, cupy):
     assert worst[0] < 1.04 * worst[1]
 
 
+def check_replay(layer, tokens, rng):
+    """Compare windows of 16 tokens of two rows with the reference."""
+    device, oracle = poisoned(ReplayEngine(layer, 2, 16, output_dtype="float32")), reference.ReplayEngine(layer, 2, 16)
+    load_same(device, oracle, rng)
+    table = np.tile(np.arange(2), (tokens.v.shape[1], 1))
+    got, want, _ = run_pair(device, oracle, layer, tokens, table, "bfloat16")
+    assert error(got, want) < EXACT
+    assert error(device.state.get(), oracle.state) < EXACT
+
+
 @pytest.mark.parametrize("gate", [0.0, -3.4, -50.0, -np.inf])  # -3.4: the limit of TILED_GRAM
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
 def test_gates_of_one_strength(name, gate, rng, cupy):
     layer = LAYERS[name]
-    device, oracle = poisoned(ReplayEngine(layer, 2, 16, output_dtype="float32")), reference.ReplayEngine(layer, 2, 16)
-    load_same(device, oracle, rng)
     tokens = make_tokens(layer, 2, 20, "bfloat16", rng, hard_gates=False)
     tokens.g[...] = gate
     if layer.kind == "kda":
         tokens.g[..., ::3] = -0.1  # next to channels that keep most of what they hold
-    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(2), (20, 1)), "bfloat16")
-    assert error(got, want) < EXACT
-    assert error(device.state.get(), oracle.state) < EXACT
+    check_replay(layer, tokens, rng)
 
 
 @pytest.mark.parametrize(("gate", "size"), [(-12.0, 1e5), (-np.inf, 1e17)])
@@ -251,15 +257,11 @@ def test_sketches_after_windows_with_betas_above_one(name, rng, cupy):
 def test_keys_of_zeros_and_tiny_keys(name, rng, cupy):
     """With beta = 2 and with beta below 1; keys of norm 1e-20 write next to nothing."""
     layer = LAYERS[name]
-    device, oracle = poisoned(ReplayEngine(layer, 2, 16, output_dtype="float32")), reference.ReplayEngine(layer, 2, 16)
-    load_same(device, oracle, rng)
     tokens = make_tokens(layer, 2, 40, "bfloat16", rng, hard_gates=False)
     tokens.k[:, ::3] = 0
     tokens.k[:, 1::3] = round_to(1e-20 * tokens.k[:, 1::3], "bfloat16")
     tokens.beta[1] = 2
-    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(2), (40, 1)), "bfloat16")
-    assert error(got, want) < EXACT
-    assert error(device.state.get(), oracle.state) < EXACT
+    check_replay(layer, tokens, rng)
 
 
 @pytest.mark.parametrize("stored", TIPPED)

@@ -1,12 +1,10 @@
 """Memory of slots in the caller's arrays on the CUDA backend, on the host build of the kernels."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 from gpu.cuda_support import make_plan
 from host import fixtures, standin
-from host.heads import LAYER, narrow, sketch, tokens_of
+from host.heads import LAYER, head_with, narrow, tokens_of
 
 import sketchssm as ss
 from sketchssm.arrays.interop import host_type
@@ -35,21 +33,13 @@ def parts_of(system):
     return ss.ReplayHead.parts_of(LAYER, backend="cuda", window=4, activation_dtype="bfloat16")
 
 
-def make(system, **options):
-    if system == "sketch":
-        return sketch(**options)
-    head = ss.ReplayHead(LAYER, 4, "cuda", window=4, **options)
-    head.warmup()
-    return head
-
-
 @pytest.mark.parametrize("system", ["replay", "sketch"])
 def test_a_block_holds_all_of_a_slot(system, rng):
     """Results are bitwise those of a head with its own memory; only the parts are written; bytes can be moved."""
     parts = parts_of(system)
     block, views = blocks_of(parts, 4)
     options = {"activation_dtype": "bfloat16"}
-    head, twin = make(system, memory=dict(views), **options), make(system, **options)
+    head, twin = head_with(system, memory=dict(views), **options), head_with(system, **options)
     assert head.parts == twin.parts == parts
     for each in (head, twin):
         each.reset()
@@ -89,8 +79,8 @@ def test_refusals():
 @pytest.mark.parametrize("system", ["replay", "sketch", "standard"])
 def test_any_word_in_the_cursor_of_an_empty_slot(system, word, rng):
     """No request stands in slot 3, whose memory the caller has overwritten: no call on it changes other rows."""
-    make_one = partial(ss.StandardHead, LAYER, 4, "cuda", drafts=3) if system == "standard" else partial(make, system)
-    head, twin = (make_one(activation_dtype="bfloat16") for _ in range(2))
+    options = {"drafts": 3} if system == "standard" else {}
+    head, twin = (head_with(system, activation_dtype="bfloat16", **options) for _ in range(2))
     for each in (head, twin):
         each.warmup(drafts=True)
     tokens, drafts = narrow(tokens_of(rng, 4, 8)), narrow(tokens_of(rng, 4, 3), standin.asarray)
@@ -121,7 +111,7 @@ def test_a_plan_without_sketches_is_replay(rng):
     """Whatever the format of its sketches."""
     plan = make_plan(LAYER, [FULL_STATE, FULL_STATE], np.random.default_rng(1), window=4)
     options = {"activation_dtype": "bfloat16"}
-    head, twin = ss.SketchHead(plan, 4, "cuda", sketch_dtype="float32", **options), make("replay", **options)
+    head, twin = ss.SketchHead(plan, 4, "cuda", sketch_dtype="float32", **options), head_with("replay", **options)
     head.warmup()
     tokens = narrow(tokens_of(rng, 4, 9), standin.asarray)
     np.testing.assert_array_equal(head.step(*tokens), twin.step(*tokens))

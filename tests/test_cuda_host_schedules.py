@@ -27,6 +27,13 @@ from sketchssm.layer.recurrence import FULL_STATE, Layer
 cupy, host, pytestmark = fixtures.of_kernels, fixtures.of_host, fixtures.cold
 
 
+def same_bits(first, *others):
+    """Assert that lists of arrays are equal."""
+    for other in others:
+        for x, y in zip(first, other, strict=True):
+            assert np.array_equal(x.view(np.uint8), y.view(np.uint8))
+
+
 @pytest.mark.parametrize(
     ("name", "stored"), [*((name, "bfloat16") for name in ("mamba2", "gdn", "kda", "kda-raw")), ("gdn", "int8")]
 )
@@ -61,8 +68,7 @@ def test_blocks_of_standard_decode_do_not_matter(name, rng, cupy, monkeypatch):
         out[...] = np.nan
         engine.step(tokens, cupy.asarray([4, -1, 0]), out)
         results.append((out.get(), engine.state.get()))
-    for of_large, of_small in zip(*results, strict=True):
-        assert np.array_equal(of_large, of_small)
+    same_bits(*results)
 
 
 MANY_HEADS = {
@@ -95,9 +101,7 @@ def test_claims_of_a_flush_do_not_matter(name, rng, cupy):
         engine.step(tokens, cupy.asarray(slots), out)
         engine.flush(cupy.arange(rows))
         results.append([x.get() for x in (out, engine.state, engine.sketch, engine.position)])
-    for other in results[1:]:
-        for array, same in zip(results[0], other, strict=True):
-            assert np.array_equal(array.view(np.uint8), same.view(np.uint8))
+    same_bits(*results)
 
 
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
@@ -126,8 +130,7 @@ def test_shares_of_a_read_step_do_not_matter(name, rng, host, monkeypatch):
             step_reads._limits = 1, row_tiles, max_tiles if room < 4 else 3, 4
         outs.append(host.empty((5, 18, layer.heads, layer.value_dim), np.float32))
         engine.step(tokens, host.asarray([3, -1, 0, 4, 1]), outs[-1])
-    for other in outs[1:]:
-        assert np.array_equal(outs[0], other)
+    same_bits(*([out] for out in outs))
 
 
 def check_orders(plan, rng, host, monkeypatch, gate=None):
@@ -142,9 +145,7 @@ def check_orders(plan, rng, host, monkeypatch, gate=None):
         out = host.empty((2, 17, layer.heads, layer.value_dim), np.float32)
         engine.step(tokens, host.arange(2), out)
         results.append((out, engine.state, engine.sketch))
-    for other in results[1:]:
-        for array, same in zip(results[0], other, strict=True):
-            assert np.array_equal(array.view(np.uint8), same.view(np.uint8))
+    same_bits(*results)
 
 
 @pytest.mark.parametrize("kind", ["lowrank", "ridge"])
@@ -185,8 +186,7 @@ def test_decays_that_transform_warps_leave_the_solver(rng, host, monkeypatch):
         with_blocks(engine, 1)
         engine.step(moved, host.arange(4), host.empty((4, 17, layer.heads, layer.value_dim), np.float32))
         states.append(engine.state)
-    for state in states[1:]:
-        assert np.array_equal(states[0].view(np.uint8), state.view(np.uint8))
+    same_bits(*([state] for state in states))
 
 
 def test_an_interrupted_step_leaves_others_whole(rng, cupy, monkeypatch):

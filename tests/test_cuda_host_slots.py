@@ -3,23 +3,11 @@
 import numpy as np
 import pytest
 from host import fixtures, standin
-from host.heads import BFLOAT16, LAYER, narrow, sketch, tokens_of
+from host.heads import BFLOAT16, LAYER, head_with, narrow, tokens_of
 
-import sketchssm as ss
 from sketchssm.cuda import frameworks, workspaces
 
 cupy, pytestmark = fixtures.of_heads, fixtures.cold  # drafts are not warm
-
-
-def head_with(system, **options):
-    """A head of LAYER with four slots and windows of four tokens."""
-    if system == "sketch":
-        return sketch(**options)
-    head = {"standard": ss.StandardHead, "replay": ss.ReplayHead}[system](
-        LAYER, 4, "cuda", **({"window": 4} if system == "replay" else {}), **options
-    )
-    head.warmup()
-    return head
 
 
 def sliced(tokens):

@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from decode_systems import head_of
 from gpu.cuda_support import make_plan, make_tokens
 
 import sketchssm as ss
@@ -38,6 +39,14 @@ def sketch(backend="cuda", slots=4, activation=None, **options):
     head = ss.SketchHead(plan, slots, backend, **options)
     if backend == "cuda":
         head.warmup(activation)
+    return head
+
+
+def head_with(system, **options):
+    """A warm head of LAYER with four slots and windows of four tokens."""
+    plan = make_plan(LAYER, [7, FULL_STATE], np.random.default_rng(1), window=4)
+    head = head_of(system, plan, 4, "cuda", **options)
+    head.warmup()
     return head
 
 
