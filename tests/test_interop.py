@@ -43,10 +43,6 @@ class TestToHost:
         assert host.shape == (3, 3)
         np.testing.assert_array_equal(host.astype(float), np.arange(24.0).reshape(4, 6)[1:, ::2].T)
 
-    def test_a_parameter_is_a_tensor(self, torch):
-        parameter = torch.nn.Parameter(torch.ones(3))
-        assert address(to_host(parameter, "v")) == parameter.data_ptr()
-
     @pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
     def test_jax_on_the_cpu_is_viewed(self, jax, dtype):
         array = jax.device_put(jax.numpy.arange(12.0, dtype=dtype).reshape(3, 4), jax.devices("cpu")[0])

@@ -157,10 +157,6 @@ class TestShard:
         assert shard.omega.shape == (2, 6, 1)
         np.testing.assert_array_equal(shard.ranks, FULL_STATE)
 
-    def test_more_processes_than_key_heads(self, plan):
-        """Two processes hold the same key head, and a value head each."""
-        assert plan.shard(3, 4).layer == Layer("gdn", 1, 6, 5, 1)
-
     @pytest.mark.parametrize("backend", ["reference", "cpu"])
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("world", [2, 4])

@@ -7,7 +7,7 @@ import pytest
 from samples import LAYERS, at, relative, states_of, tokens_of
 
 from sketchssm.layer.checks import check_gates, check_slots, check_state, check_tokens
-from sketchssm.layer.recurrence import FULL_STATE, KINDS, Layer
+from sketchssm.layer.recurrence import KINDS, Layer
 from sketchssm.reference.recurrence import per_head, run, step, transition
 
 # Some hundred float64 operations an element, each within 2^-53 of its terms' size.
@@ -308,7 +308,3 @@ def test_step_and_transition_agree(kind, rng):
     moved = transition(token.k, token.g, token.beta) @ state
     assert relative(after, moved) < FLOAT64
     assert relative(output, np.einsum("...kv,...k->...v", moved, token.q)) < FLOAT64
-
-
-def test_full_state_is_no_rank():
-    assert FULL_STATE < 1

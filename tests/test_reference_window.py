@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from samples import HARSH_DECAYS, at, relative, states_of, tokens_of
+from samples import states_of, tokens_of
 
 from sketchssm.layer.recurrence import KINDS, Layer
 from sketchssm.reference.recurrence import per_head, run, transition
@@ -145,17 +145,6 @@ def test_weights_look_at_no_later_token(window):
     np.testing.assert_array_equal(np.triu(weights, 1), np.zeros_like(weights))
 
 
-@given(windows(), st.data())
-def test_a_window_can_be_folded_in_parts(window, data):
-    """The state is exact wherever flushes fall."""
-    layer, tokens, start = window
-    cut = data.draw(st.integers(0, tokens.v.shape[1]))
-    state = start.swapaxes(-1, -2)
-    for part in (at(tokens, np.s_[:, :cut]), at(tokens, np.s_[:, cut:])):
-        state = fold(state, ring_of(layer, part)[1])
-    assert close(state, fold(start.swapaxes(-1, -2), ring_of(layer, tokens)[1]), scale=np.linalg.norm(start))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_empty_ring_changes_nothing(kind, rng):
     layer = Layer(kind, 2, 4, 3)
@@ -188,21 +177,6 @@ def test_decay_at_the_ends_of_its_range(channels):
                 np.testing.assert_allclose(between[j, s], want, rtol=1e-12)
 
 
-def test_channels_forget_each_for_themselves(rng):
-    """kda with a different harsh decay in every channel, several -inf in a row among them."""
-    layer = Layer("kda", 1, 8, 3)
-    tokens = tokens_of(rng, layer, 1, 12, np.float64)
-    tokens.g[...] = rng.choice(HARSH_DECAYS, size=tokens.g.shape)
-    tokens.g[:, 3:6, :, :4] = -np.inf
-    start = states_of(rng, layer, 1, np.float64)
-    q, ring = ring_of(layer, tokens)
-    want, end = run(layer, *tokens, state=start)
-    reads = read_window(q, ring)
-    output = reads.queries @ start.swapaxes(-1, -2) + reads.weights @ ring.v
-    assert relative(np.moveaxis(output, 2, 1), want) < FLOAT64
-    assert relative(fold(start.swapaxes(-1, -2), ring).swapaxes(-1, -2), end) < FLOAT64
-
-
 @pytest.mark.parametrize("kind", ["gdn", "kda"])
 def test_a_closed_gate_writes_and_erases_nothing(kind, rng):
     layer = Layer(kind, 2, 4, 3)
@@ -211,15 +185,3 @@ def test_a_closed_gate_writes_and_erases_nothing(kind, rng):
     q, ring = ring_of(layer, tokens)
     np.testing.assert_array_equal(read_window(q, ring).weights, np.zeros((1, 2, 6, 6)))
     np.testing.assert_array_equal(erase_factors(ring), np.zeros_like(ring.k))
-
-
-@pytest.mark.parametrize("kind", ["gdn", "kda"])
-def test_an_open_gate_replaces_what_its_key_held(kind, rng):
-    """beta = 1 and no decay: reading with the last key returns the last value exactly, whatever was there."""
-    layer = Layer(kind, 2, 4, 3)
-    tokens = tokens_of(rng, layer, 1, 6, np.float64)
-    tokens.beta[...], tokens.g[...] = 1, 0
-    tokens.k[...] /= np.linalg.norm(tokens.k, axis=-1, keepdims=True)  # unit to float64: M is then a projection
-    _, ring = ring_of(layer, tokens)
-    state = fold(states_of(rng, layer, 1, np.float64).swapaxes(-1, -2), ring)
-    assert relative(np.einsum("...kv,...k->...v", state, ring.k[..., -1, :]), ring.v[..., -1, :]) < FLOAT64

@@ -13,24 +13,14 @@ from sketchssm.plans.plan import SketchPlan
 from sketchssm.study import bench
 
 
-@pytest.fixture(scope="module")
-def models():
-    return script("vllm_models")
+def script_fixture(name):
+    return pytest.fixture(scope="module")(lambda: script(name))
 
 
-@pytest.fixture(scope="module")
-def run():
-    return script("end_to_end")
-
-
-@pytest.fixture(scope="module")
-def profile():
-    return script("vllm_profile")
-
-
-@pytest.fixture(scope="module")
-def forced():
-    return script("vllm_forced")
+models = script_fixture("vllm_models")
+run = script_fixture("end_to_end")
+profile = script_fixture("vllm_profile")
+forced = script_fixture("vllm_forced")
 
 
 def layer_of(config):
