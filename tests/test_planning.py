@@ -140,19 +140,12 @@ def test_largest_ranks(layers):
     assert type(Candidate("ridge", rank_max=np.int64(3)).rank_max) is int  # JSON has no NumPy numbers
 
 
-def test_target_error(layers, search):
-    bound = float(np.median([p.error for p in search.points]))
-    chosen = autoplan(layers, error=bound, **SETTINGS).chosen
-    within = [p for p in search.points if p.error <= bound]
-    assert chosen.cost == min(p.cost for p in within)
-    assert chosen.error <= bound
-
-
-def test_target_traffic(layers, search):
-    bound = float(np.median([p.traffic for p in search.points]))
-    chosen = autoplan(layers, traffic=bound, **SETTINGS).chosen
-    assert chosen.error == min(p.error for p in search.points if p.traffic <= bound)
-    assert chosen.traffic <= bound
+@pytest.mark.parametrize(("target", "least"), [("error", "cost"), ("traffic", "error")])
+def test_targets(layers, search, target, least):
+    bound = float(np.median([getattr(p, target) for p in search.points]))
+    chosen = autoplan(layers, **{target: bound}, **SETTINGS).chosen
+    assert getattr(chosen, least) == min(getattr(p, least) for p in search.points if getattr(p, target) <= bound)
+    assert getattr(chosen, target) <= bound
 
 
 def test_target_seconds(layers, search):
