@@ -60,7 +60,7 @@ SIZES = (
 
 RUNS = (
     "state", "served", "cursor", "k", "v", "gate", "start", "reach", "beta", "gram", "packed", "factors", "pending",
-    "master",
+    "master", "codes", "scales",
 )  # fmt: skip
 """Arrays of a slot (see `sketchssm.cpu.parts`): their addresses in slot 0, and their distances between two slots in
 elements."""
@@ -89,12 +89,14 @@ CONTEXT = np.dtype(
 AREA_NAMES = (
     "inputs", "x", "scores", "open", "weights", "coefficients", "draft_reach",
     "output", "now", "ones", "decay", "reach", "start", "walk", "keys_across", "key_gram", "gram", "left",
-    "write", "carried", "sketch", "key_sketch", "span", "rows", "low", "doubles", "state", "narrow", "size",
+    "write", "carried", "sketch", "key_sketch", "span", "rows", "low", "doubles", "residual", "state", "narrow",
+    "size",
 )  # fmt: skip
 AREAS = np.dtype([(name, np.int64) for name in AREA_NAMES])
 """Offsets of one worker's scratch areas, and their total size. ``inputs`` holds the query and the key of a key head
 side by side. ``x``, ``scores`` and ``coefficients`` hold what is computed from both in the same order. ``draft_reach``
-holds the decays of drafts, ``state`` one head's state where memory has the state in 16 bits or must not change."""
+holds the decays of drafts, ``residual`` what a sketch leaves of one head's state, then the scales of its codes, and
+``state`` one head's state where memory has the state in 16 bits or must not change."""
 
 call_record = pointer_cast(from_dtype(CONTEXT))
 areas_record = pointer_cast(from_dtype(AREAS))
@@ -180,10 +182,10 @@ class Memory:
         for name, value in fields.items():
             self.context[name] = value
 
-    def scratch(self, workers: int, rank: int = 0, drafts: int = 0) -> None:
+    def scratch(self, workers: int, rank: int = 0, drafts: int = 0, residual: bool = False) -> None:
         """Allocate the scratch memory of all workers and the record of its areas."""
         self.set(columns=padded(rank))
-        areas = scratch_areas(self.context[0], rank, drafts)
+        areas = scratch_areas(self.context[0], rank, drafts, residual)
         size = int(areas["size"][0])
         memory = self.own("scratch", workers * size).reshape(workers, size)
         memory[:, areas["ones"][0] : areas["decay"][0]] = 1.0
@@ -195,8 +197,11 @@ class Memory:
         raise TypeError("a decode head on backend 'cpu' cannot be copied or pickled: it holds addresses of its memory")
 
 
-def scratch_areas(sizes: Any, rank: int, drafts: int = 0) -> Array:
-    """Return the record of the scratch areas for a layer's sizes, the largest rank, and drafts of standard decode."""
+def scratch_areas(sizes: Any, rank: int, drafts: int = 0, residual: bool = False) -> Array:
+    """Return the record of the scratch areas for a layer's sizes, the largest rank, and drafts of standard decode.
+
+    `residual` says whether heads have residuals.
+    """
     keys, values, tokens = (int(sizes[name]) for name in ("keys", "values", "tokens"))
     heads, key_heads = int(sizes["heads"]), int(sizes["key_heads"])
     columns = padded(rank)
@@ -213,6 +218,7 @@ def scratch_areas(sizes: Any, rank: int, drafts: int = 0) -> Array:
         "sketch": columns * values, "key_sketch": columns * tokens, "span": columns * values,
         "rows": columns * keys, "low": columns * columns,
         "doubles": 2 * (columns**2 + 2 * columns),
+        "residual": values * keys + values + keys if residual else 0,
         "state": values * keys if narrow or drafts else 0,
         "narrow": narrow // 2 if drafts else 0,
     }  # fmt: skip

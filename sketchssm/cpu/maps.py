@@ -20,6 +20,7 @@ from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import Record
 from sketchssm.cpu.packed import (
     BFLOAT,
+    BITS,
     FACTORS,
     INT8,
     LOWRANK,
@@ -34,6 +35,7 @@ from sketchssm.cpu.packed import (
     SKETCH,
     field,
 )
+from sketchssm.cpu.residual import store_residual
 from sketchssm.cpu.simd import LANES, Pointer, bfloats, copy, doubles, floats, fma, load, padded, splat, store, total
 from sketchssm.cpu.small import cholesky, cholesky_solve
 from sketchssm.cpu.tiles import accumulate, dots
@@ -117,6 +119,8 @@ def store_sketch(
         _pack_split(m, at, buf, slot, head, mu / unit / unit)
     else:
         _pack_rows(m, buf, at.rows, slot * m.packed_stride + field(m, head, MAP), rows, m.keys, scales + rank)
+    if field(m, head, BITS):
+        store_residual(m, at, buf, slot, head, unit, state, first)
 
 
 @njit

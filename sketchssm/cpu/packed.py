@@ -10,10 +10,13 @@ MAP         rows of the coefficient map, of K                        sketch's fo
 MASTER      a master copy of U, for scalar gates and float32 states  float32
 FACTORS     scales of codes; w and F of the map                      float32
 PENDING     projected keys ``h_j = C D_{1:j} k_j``, token by token   float32
+CODES       codes of the residual (`sketchssm.cpu.residual`)         bytes
+SCALES      scales of its rows, then of its columns                  bfloat16
 ==========  =======================================================  ===============
 
 All slots share OMEGA, the bases with their columns on lanes, and PI, the projections by rows. Both are float32. A
-table holds the place of every part of every head. Flushes advance the master copy (see `sketchssm.cpu.maps`).
+table holds the place of every part of every head. A head with a residual has PI, its basis by rows, and no PENDING:
+it reads one effective query. Flushes advance the master copy (see `sketchssm.cpu.maps`).
 
 For `lowrank` and `prior`, MAP holds the rows ``B - Pi Diag(w) L`` instead of B, so that L need not be stored. With
 z = Pi^T x,
@@ -52,6 +55,8 @@ from sketchssm.plans.plan import SketchPlan
 
 __all__ = [
     "BFLOAT",
+    "BITS",
+    "CODES",
     "FACTORS",
     "INT8",
     "LOWRANK",
@@ -64,6 +69,7 @@ __all__ = [
     "RANK",
     "RIDGE",
     "ROWS",
+    "SCALES",
     "SKETCH",
     "Packing",
     "field",
@@ -73,9 +79,9 @@ __all__ = [
 
 RIDGE, LOWRANK, PRIOR = (MAPS.index(name) for name in ("ridge", "lowrank", "prior"))
 
-# Columns of the table: a head's rank, the number of its map's rows, and where its parts begin.
-RANK, ROWS, SKETCH, MAP, MASTER, FACTORS, PENDING, OMEGA, PI = range(9)
-COLUMNS = 9
+# Columns of the table: a head's rank, the number of its map's rows, its residual's bits, and where its parts begin.
+RANK, ROWS, BITS, SKETCH, MAP, MASTER, FACTORS, PENDING, CODES, SCALES, OMEGA, PI = range(12)
+COLUMNS = 12
 
 SKETCH_TYPES = tuple(FORMATS)
 BFLOAT, INT8 = (SKETCH_TYPES.index(name) for name in ("bfloat16", "int8"))
@@ -92,12 +98,13 @@ def field(c: Record, head: int, column: int) -> int:
 class Packing:
     """Places of the parts of every head, and the arrays that all slots share."""
 
-    table: Array  # (heads, 9): a head's rank, the number of its map's rows, and where its parts begin
+    table: Array  # (heads, 12): a head's rank, the rows of its map, the bits of its residual, and where its parts begin
     omega: Array  # float32 bases and, in `pi`, projections of all heads
     pi: Array
     runs: tuple[Run, ...]  # arrays of a slot
     settings: dict[str, float]  # fields of the record
     rank: int  # columns for which scratch memory has room: at least the largest rank
+    residual: bool = False  # whether heads have residuals
 
     def attach(self, memory: Memory) -> None:
         """Record the settings and the addresses of the arrays that all slots share."""
@@ -126,9 +133,9 @@ def pack(plan: SketchPlan, dtype: str, tracked: bool) -> Packing:
     for head, rank in enumerate(plan.ranks):
         if rank == FULL_STATE:
             continue
-        rows = int(plan.map.rows(rank))
+        rows, bits = int(plan.map.rows(rank)), int(plan.residual_bits[head])
         table[head] = used
-        table[head, [RANK, ROWS]] = rank, rows
+        table[head, [RANK, ROWS, BITS]] = rank, rows, bits
         table[head, MAP] = used[SKETCH] + rank * values
         used[SKETCH] += rank * values + rows * keys
         used[MASTER] += rank * values if tracked else 0
@@ -136,12 +143,14 @@ def pack(plan: SketchPlan, dtype: str, tracked: bool) -> Packing:
         if kind == INT8:
             # scales; columns and rows of a split form share their scales
             used[FACTORS] += rank + (rows if plan.map.storage == "factors" else 0)
-        used[PENDING] += rank if plan.layer.erases else 0
+        used[PENDING] += rank if plan.layer.erases and not bits else 0
+        used[CODES] += bits * values * keys // 8
+        used[SCALES] += values + keys if bits else 0
         across = np.zeros((keys, padded(rank, COLUMN_LANES)), dtype=np.float32)
         across[: plan.layer.key_dim, :rank] = plan.omega[head, :, :rank]
         omega.append(across)
         used[OMEGA] += across.size
-        if plan.map.storage != "dense":
+        if plan.map.storage != "dense" or bits:
             along = np.zeros((rank, keys), dtype=np.float32)
             along[:, : plan.layer.key_dim] = plan.projection[head, :, :rank].T
             pi.append(along)
@@ -153,6 +162,8 @@ def pack(plan: SketchPlan, dtype: str, tracked: bool) -> Packing:
     # what reads use comes first
     order = ("packed", "factors", "pending", "master")
     runs = tuple(Run(name, (sizes[name],), types.get(name, np.float32)) for name in order)
+    if used[CODES]:
+        runs = Run("codes", (int(used[CODES]),), np.uint8), Run("scales", (int(used[SCALES]),), np.uint16), *runs
     settings = {
         "map": MAPS.index(plan.map.name),
         "sketch_type": kind,
@@ -161,7 +172,7 @@ def pack(plan: SketchPlan, dtype: str, tracked: bool) -> Packing:
         "pending_share": int(used[PENDING]),
     }
     rank = max(int(plan.ranks.max()), 0)
-    return Packing(table, _joined(omega), _joined(pi), runs if omega else (), settings, rank)
+    return Packing(table, _joined(omega), _joined(pi), runs if omega else (), settings, rank, bool(used[CODES]))
 
 
 def _joined(parts: list[Array]) -> Array:

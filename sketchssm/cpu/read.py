@@ -1,7 +1,8 @@
 """Reads between flushes: outputs ``o_t = U C x_t + sum_s c_ts v_s`` of one token.
 
-A full-state head reads its state instead of ``U C``. A head's operations are chains of dependent operations, so each
-stage processes a few heads together.
+A full-state head reads its state instead of ``U C``. A head with a residual adds the residual's product with its query
+(`sketchssm.cpu.residual`). Both compute the effective query itself. A head's operations are chains of dependent
+operations, so each stage processes a few heads together.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import FLOAT32, HEADS_TOGETHER, Record, blank
 from sketchssm.cpu.packed import (
     BFLOAT,
+    BITS,
     FACTORS,
     INT8,
     LOWRANK,
@@ -25,6 +27,7 @@ from sketchssm.cpu.packed import (
     SKETCH,
     field,
 )
+from sketchssm.cpu.residual import read_residual
 from sketchssm.cpu.simd import (
     LANES,
     Pointer,
@@ -40,8 +43,8 @@ from sketchssm.cpu.simd import (
     store,
 )
 from sketchssm.cpu.states import widen
-from sketchssm.cpu.tiles import combine, dots
-from sketchssm.cpu.window import buffer_token, carry_decays, full_state_query, weigh
+from sketchssm.cpu.tiles import accumulate, combine, dots
+from sketchssm.cpu.window import buffer_token, carry_decays, effective_query, weigh
 from sketchssm.layer.recurrence import FULL_STATE
 
 __all__ = ["keep_drafts", "read", "read_drafts"]
@@ -68,14 +71,17 @@ def read(
     for start in range(first * m.group, last, HEADS_TOGETHER):
         end = min(start + HEADS_TOGETHER, last)
         for head in range(start, end):
-            if field(m, head, RANK) != FULL_STATE:
+            if field(m, head, RANK) != FULL_STATE and not field(m, head, BITS):
                 _fetch(m, slot, head, cursor)
                 _see(m, at, buf, slot, head, at.coefficients + 4 * (head - start) * m.columns)
         for head in range(start, end):
-            if field(m, head, RANK) != FULL_STATE:
-                _solve(m, at, buf, slot, head, cursor, at.coefficients + 4 * (head - start) * m.columns)
+            spot = at.coefficients + 4 * (head - start) * m.columns
+            if field(m, head, RANK) == FULL_STATE:
+                _read_rows(m, at, buf, slot, head, effective_query(m, at, buf, slot, head, cursor))
+            elif field(m, head, BITS):
+                read_residual(m, at, buf, slot, head, effective_query(m, at, buf, slot, head, cursor), spot)
             else:
-                _read_rows(m, at, buf, slot, head, full_state_query(m, at, buf, slot, head, cursor))
+                _solve(m, at, buf, slot, head, cursor, spot)
         for head in range(start, end):
             _sum(m, at, buf, slot, head, cursor, at.coefficients + 4 * (head - start) * m.columns)
             target = (place * m.heads + head) * m.value_dim
@@ -217,14 +223,28 @@ def _read_rows(m: Record, at: Record, buf: Pointer, slot: int, head: int, x: int
 
 
 @njit
+def _add_sketch(m: Record, at: Record, buf: Pointer, head: int, own: int, output: int, spot: int) -> None:
+    """Add ``U c`` to the output of a head with a residual."""
+    rank, v = field(m, head, RANK), m.values
+    if m.sketch_type == BFLOAT:
+        accumulate(buf, output, 0, 1, v, buf, at.ones, buf, spot, 1, 0, bfloats(m.packed), own, v, rank)
+    elif m.sketch_type == INT8:
+        accumulate(buf, output, 0, 1, v, buf, at.ones, buf, spot, 1, 0, int8s(m.packed), own, v, rank)
+    else:
+        accumulate(buf, output, 0, 1, v, buf, at.ones, buf, spot, 1, 0, floats(m.packed), own, v, rank)
+
+
+@njit
 def _sum(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: int, spot: int) -> None:
-    """Add the weighted values to the read of a sketch or of a full state."""
+    """Add the weighted values to the read of a sketch or of a full state, and the sketch to that of a residual."""
     rank, own = field(m, head, RANK), slot * m.packed_stride + field(m, head, SKETCH)
     output, weights = at.output + head * m.values, at.weights + head * m.tokens
     values = slot * m.v_stride + head * m.values
-    if rank == FULL_STATE:
+    if rank == FULL_STATE or field(m, head, BITS):
         combine(buf, output, m.values, buf, at.ones, buf, output, m.values, 1,
                 buf, weights, floats(m.v), values, m.value_row, cursor + 1)  # fmt: skip
+        if rank != FULL_STATE:
+            _add_sketch(m, at, buf, head, own, output, spot)
     elif m.sketch_type == BFLOAT:
         combine(buf, output, m.values, buf, spot, bfloats(m.packed), own, m.values, rank,
                 buf, weights, floats(m.v), values, m.value_row, cursor + 1)  # fmt: skip

@@ -37,7 +37,7 @@ class ReplayEngine(StandardEngine):
         self.window = int(memory.context["window"][0])
         self._own(memory, min(MAX_DRAFTS, self.window - 1), options)
         packing.attach(memory)
-        memory.scratch(worker_count(), packing.rank)
+        memory.scratch(worker_count(), packing.rank, residual=packing.residual)
 
     def step(self, tokens: Tokens, slots: Slots, out: Array) -> None:
         """See `sketchssm.heads.engine.Engine`."""

@@ -28,6 +28,7 @@ __all__ = [
     "dots",
     "element",
     "fixed",
+    "sums_of_lanes",
     "zero_sums",
 ]
 
@@ -263,20 +264,26 @@ def _tile_dots(rows: int, vectors: int) -> Any:
                     value = llvm.load_lanes(builder, place, r.dtype)
                     for n in range(vectors):
                         add_product(builder, accumulators[n * rows + row], value, lanes[n])
-            values = [builder.load(variable) for variable in accumulators]
-            while len(values) > 1:
-                values = [_fold(builder, *values[n : n + 2]) for n in range(0, len(values), 2)]
-            while values[0].type.count > rows * vectors:
-                values = [builder.fadd(*llvm.parities(builder, values[0]))]
+            sums = sums_of_lanes(builder, [builder.load(variable) for variable in accumulators])
             for n in range(vectors):
                 pick = ir.Constant(ir.VectorType(INT32, rows), [INT32(n * rows + row) for row in range(rows)])
-                part = builder.shuffle_vector(values[0], values[0], pick)
+                part = builder.shuffle_vector(sums, sums, pick)
                 llvm.store_lanes(builder, part, at(7, element(builder, out0, (n, out_row))), types.float32)
             return context.get_dummy_value()
 
         return signature, codegen
 
     return tile
+
+
+def sums_of_lanes(builder: Any, vectors: list[Any]) -> Any:
+    """Add up the lanes of each of a few vectors, neighbours first; returns a vector of the sums."""
+    count, values = len(vectors), vectors
+    while len(values) > 1:
+        values = [_fold(builder, *values[n : n + 2]) for n in range(0, len(values), 2)]
+    while values[0].type.count > count:
+        values = [builder.fadd(*llvm.parities(builder, values[0]))]
+    return values[0]
 
 
 def _fold(builder: Any, a: Any, b: Any) -> Any:

@@ -14,7 +14,7 @@ from sketchssm.cpu.layout import Record
 from sketchssm.cpu.simd import LANES, Pointer, copy, exp, floats, fma, load, splat, store, total
 from sketchssm.cpu.tiles import DOT_ROWS, accumulate, dots
 
-__all__ = ["buffer_token", "carry_decays", "full_state_query", "weigh"]
+__all__ = ["buffer_token", "carry_decays", "effective_query", "weigh"]
 
 
 @njit
@@ -159,8 +159,8 @@ def _solve(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: i
 
 
 @njit
-def full_state_query(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: int) -> int:
-    """Compute the effective query of a head that reads its full state; return its offset in scratch memory."""
+def effective_query(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: int) -> int:
+    """Compute the effective query of a head; return its offset in scratch memory."""
     keys = slot * m.k_stride + head // m.group * m.keys
     if m.channel_decays:
         gates, x = slot * m.gate_stride + head * m.keys, at.x + 2 * head * m.keys

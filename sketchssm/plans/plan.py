@@ -14,6 +14,7 @@ from sketchssm.layer.checks import as_array
 from sketchssm.layer.coefficients import DEFAULT_MAP, RIDGE_FLOOR, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS, SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, Layer, check_window
+from sketchssm.layer.residual import RESIDUAL_BITS
 from sketchssm.plans import traffic
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.files import FileFormat, FileFormatError, fingerprint, load_file, save_file
@@ -39,10 +40,13 @@ class PlanFileError(FileFormatError):
 
 FORMAT = FileFormat(
     "sketchssm-plan",
-    3,
+    4,
     ("omega", "projection", "ranks"),
     PlanFileError,
-    older={2: {"sketch_dtype": "bfloat16", "wide": None, "flush_every": None}},
+    older={
+        3: {"residual_bits": 0},
+        2: {"residual_bits": 0, "sketch_dtype": "bfloat16", "wide": None, "flush_every": None},
+    },
 )
 
 
@@ -62,6 +66,9 @@ class SketchPlan:
     sketch_dtype : {"float32", "bfloat16", "int8"}, optional
         Format in which sketches and maps are stored, see `sketchssm.layer.formats`. Default: the format of `ranks` if
         that is an `Allocation`, else "bfloat16".
+    residual_bits : int or array_like of int, (heads,), default 0
+        Bits of the codes in which each sketched head keeps what its sketch leaves of the state: 0 (the sketch alone),
+        1, 2 or 3; see `sketchssm.layer.residual`. Needs the map "ridge".
 
     Attributes
     ----------
@@ -80,6 +87,8 @@ class SketchPlan:
         As given, with all parameters.
     sketch_dtype : str
         Format of sketches and maps.
+    residual_bits : ndarray of int64, (heads,)
+        Bits of each head's residual; 0 for a head without one and for a full-state head.
 
     Raises
     ------
@@ -94,6 +103,7 @@ class SketchPlan:
         window: int | None = None,
         map: str | CoefficientMap = DEFAULT_MAP,
         sketch_dtype: str | None = None,
+        residual_bits: npt.ArrayLike = 0,
     ) -> None:
         if not hasattr(basis, "columns"):
             raise TypeError(f"basis: expected a SketchBasis, got {type(basis).__name__}")
@@ -106,7 +116,8 @@ class SketchPlan:
         map = CoefficientMap.of(map)
         omega, projection = basis.columns(used, weighted=map.weighted)
         tensors = {"omega": omega, "projection": projection, "ranks": table}
-        self._fill(basis.layer, tensors, basis.window if window is None else window, map, sketch_dtype)
+        window = basis.window if window is None else window
+        self._fill(basis.layer, tensors, window, map, sketch_dtype, residual_bits)
 
     def _fill(
         self,
@@ -115,6 +126,7 @@ class SketchPlan:
         window: int,
         map: CoefficientMap,
         sketch_dtype: str,
+        residual_bits: npt.ArrayLike,
     ) -> None:
         """Check and set every field, of a new plan and of a loaded one."""
         self.window = check_window(window)
@@ -132,6 +144,7 @@ class SketchPlan:
         self.ranks = ranks.astype(np.int64)
         self.map = map
         self.sketch_dtype = SketchFormat.of(sketch_dtype).name
+        self.residual_bits = _bits(residual_bits, self.ranks, map)
 
     @property
     def mean_rank(self) -> float:
@@ -160,8 +173,8 @@ class SketchPlan:
             Bytes of standard decode / bytes of the head, by the byte model.
         """
         layer, form = self.layer, self.sketch_dtype if sketch_dtype is None else sketch_dtype
-        shape = layer.kind, layer.key_dim, layer.value_dim
-        return traffic.reduction(*shape, self.ranks, self.window, self.map, state_dtype, sketch_dtype=form)
+        settings = layer.kind, layer.key_dim, layer.value_dim, self.ranks, self.window, self.map, state_dtype
+        return traffic.reduction(*settings, sketch_dtype=form, residual_bits=self.residual_bits)
 
     @property
     def fingerprint(self) -> str:
@@ -177,6 +190,7 @@ class SketchPlan:
             "flush_every": self.window,  # this and `wide` are constants, which keep fingerprints as they were
             "map": asdict(self.map),
             "sketch_dtype": self.sketch_dtype,
+            "residual_bits": self.residual_bits.tolist(),
             "wide": None,
         }
 
@@ -218,7 +232,8 @@ class SketchPlan:
         tensors = {name: getattr(self, name)[heads, :, :columns].copy() for name in ("omega", "projection")}
         shard = SketchPlan.__new__(SketchPlan)
         layer = self.layer.shard(rank, world)
-        shard._fill(layer, tensors | {"ranks": ranks}, self.window, self.map, self.sketch_dtype)
+        bits = self.residual_bits[heads]
+        shard._fill(layer, tensors | {"ranks": ranks}, self.window, self.map, self.sketch_dtype, bits)
         return shard
 
     def __repr__(self) -> str:
@@ -226,11 +241,13 @@ class SketchPlan:
         sketched = self.ranks[self.ranks != FULL_STATE]
         span = f"{sketched.min()}..{sketched.max()}" if sketched.size else "none"
         mean = f" (mean {self.mean_rank:.2f})" if sketched.size else ""
+        found = sorted(set(self.residual_bits[self.ranks != FULL_STATE].tolist()))
+        bits = f", residual_bits={'/'.join(map(str, found))}" if any(found) else ""
         return (
             f"SketchPlan({self.layer.kind}, heads={self.layer.heads}, K={self.layer.key_dim}, "
             f"V={self.layer.value_dim}, ranks={span}{mean}, "
             f"full_state={int((self.ranks == FULL_STATE).sum())}, window={self.window}, map={self.map}, "
-            f"sketch_dtype={self.sketch_dtype})"
+            f"sketch_dtype={self.sketch_dtype}{bits})"
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -275,6 +292,7 @@ class SketchPlan:
         window: Any,
         map: Any,
         sketch_dtype: Any,
+        residual_bits: Any,
         wide: Any,
         flush_every: Any,
     ) -> SketchPlan:
@@ -292,7 +310,7 @@ class SketchPlan:
         plan, full = cls.__new__(cls), CoefficientMap(**map)
         if asdict(full) != map:
             raise ValueError(f"map: expected all parameters of {full}, got {map}")
-        plan._fill(Layer(**layer), tensors, window, full, sketch_dtype)
+        plan._fill(Layer(**layer), tensors, window, full, sketch_dtype, residual_bits)
         return plan
 
 
@@ -300,6 +318,27 @@ def total_reduction(plans: Collection[SketchPlan]) -> float:
     """Traffic reduction of several layers together: how many times fewer bytes than standard decode."""
     standard = [plan.layer.heads * traffic.standard(plan.layer.key_dim, plan.layer.value_dim) for plan in plans]
     return sum(standard) / sum(whole / plan.reduction for whole, plan in zip(standard, plans, strict=True))
+
+
+def _bits(given: npt.ArrayLike, ranks: npt.NDArray[np.int64], map: CoefficientMap) -> npt.NDArray[np.int64]:
+    """Bits of the residual of each head, checked."""
+    bits, sketched = as_array("residual_bits", given), ranks != FULL_STATE
+    if bits.ndim == 0 and bits.dtype.kind in "iu":
+        bits = np.where(sketched, bits, 0)  # one number is for all sketched heads
+    if bits.shape != ranks.shape or bits.dtype.kind not in "iu":
+        raise ValueError(
+            f"residual_bits: expected one integer or {ranks.size}, got shape {bits.shape} of {bits.dtype}"
+        )
+    wrong = bits[~np.isin(bits, RESIDUAL_BITS)]
+    if wrong.size:
+        raise ValueError(f"residual_bits: expected {RESIDUAL_BITS}, got {wrong[0]}")
+    if bits[~sketched].any():
+        raise ValueError(f"residual_bits: expected 0 for a full-state head, got {bits[~sketched].max()}")
+    if bits.any() and map.storage != "dense":
+        raise ValueError(
+            f"residual_bits: expected 0 with the map {map.name!r}, which has no residuals, got {bits.max()}"
+        )
+    return bits.astype(np.int64)
 
 
 def _columns(layer: Layer, name: str, array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:

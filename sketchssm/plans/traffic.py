@@ -8,6 +8,8 @@ projections that all sequences share.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -15,6 +17,7 @@ from sketchssm.layer.checks import check_number, check_size
 from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, KINDS, PROPERTIES, check_choice
+from sketchssm.layer.residual import residual_bytes
 
 __all__ = [
     "compressed",
@@ -176,6 +179,7 @@ def sketch_read(
     state_dtype: str = "float32",
     *,
     sketch_dtype: str = DEFAULT_FORMAT,
+    residual_bits: npt.ArrayLike = 0,
 ) -> Bytes:
     """Bytes that one read between two flushes moves.
 
@@ -197,6 +201,9 @@ def sketch_read(
         Type of states in memory.
     sketch_dtype : {"float32", "bfloat16", "int8"}, default "bfloat16"
         Format of sketches and maps, see `sketchssm.layer.formats`.
+    residual_bits : array_like, default 0
+        Bits of the residuals' codes, for all ranks or for each (fractions allowed, as for ranks); see
+        `sketchssm.layer.residual`.
 
     Returns
     -------
@@ -216,6 +223,7 @@ def sketch_read(
     erase = 2 * check_size("window", window) if map.storage == "dense" and PROPERTIES[kind].erases else 0
     rank = np.maximum(g, 0.0)  # 0 where the state is read
     size = SketchFormat.of(sketch_dtype).bytes(map, rank, key_dim, value_dim) + erase * rank
+    size = size + residual_bytes(residual_bits, key_dim, value_dim)
     return np.where(g == FULL_STATE, state, size)
 
 
@@ -229,6 +237,7 @@ def sketch(
     state_dtype: str = "float32",
     *,
     sketch_dtype: str = DEFAULT_FORMAT,
+    residual_bits: npt.ArrayLike = 0,
 ) -> Bytes:
     """Bytes per token of decode with sketches, flushes included.
 
@@ -248,6 +257,8 @@ def sketch(
         Type of states in memory.
     sketch_dtype : {"float32", "bfloat16", "int8"}, default "bfloat16"
         Format of sketches and maps, see `sketch_read`.
+    residual_bits : array_like, default 0
+        Bits of the residuals' codes, see `sketch_read`.
 
     Returns
     -------
@@ -259,7 +270,8 @@ def sketch(
     ValueError
         If the kind, the map, the window, a rank or a type is invalid.
     """
-    read = sketch_read(kind, key_dim, value_dim, rank, window, map, state_dtype, sketch_dtype=sketch_dtype)
+    form: Any = {"sketch_dtype": sketch_dtype, "residual_bits": residual_bits}
+    read = sketch_read(kind, key_dim, value_dim, rank, window, map, state_dtype, **form)
     return ((window - 1) * read + standard(key_dim, value_dim, state_dtype)) / window
 
 
@@ -273,6 +285,7 @@ def reduction(
     state_dtype: str = "float32",
     *,
     sketch_dtype: str = DEFAULT_FORMAT,
+    residual_bits: npt.ArrayLike = 0,
 ) -> float:
     """Traffic reduction of decode with sketches, relative to standard decode with float32 states.
 
@@ -292,6 +305,8 @@ def reduction(
         Type of states in memory.
     sketch_dtype : {"float32", "bfloat16", "int8"}, default "bfloat16"
         Format of sketches and maps, see `sketch_read`.
+    residual_bits : array_like, default 0
+        Bits of the residuals' codes, see `sketch_read`.
 
     Returns
     -------
@@ -311,7 +326,8 @@ def reduction(
     >>> round(ss.traffic.reduction("mamba2", 128, 64, 9), 2)
     8.93
     """
-    used = sketch(kind, key_dim, value_dim, rank, window, map, state_dtype, sketch_dtype=sketch_dtype)
+    form: Any = {"sketch_dtype": sketch_dtype, "residual_bits": residual_bits}
+    used = sketch(kind, key_dim, value_dim, rank, window, map, state_dtype, **form)
     return float(standard(key_dim, value_dim) / used.mean())
 
 

@@ -13,8 +13,8 @@ from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
 from sketchssm.layer.slots import DRAFTED_SHIFT, DUE, MAX_DRAFTS, POSITION, PartsOf, SlotPart, drafted
 from sketchssm.plans.plan import SketchPlan
-from sketchssm.reference.codes import sketched_read
 from sketchssm.reference.recurrence import Array, per_head, step
+from sketchssm.reference.residual import residual_read
 from sketchssm.reference.window import Ring, fold, read_window
 
 __all__ = ["ReplayEngine", "SketchEngine", "StandardEngine"]
@@ -290,10 +290,10 @@ class SketchEngine(ReplayEngine):
         outputs = super()._read(slot, queries)
         for head, rank in enumerate(self.plan.ranks):
             if rank != FULL_STATE:
-                bases = (x[head, :, :rank].astype(np.float64) for x in (self.plan.omega, self.plan.projection))
-                outputs[head] = (
-                    sketched_read(self._form, self.plan.map, self.state[slot, head].T, *bases) @ queries[head]
-                )
+                omega, pi = (x[head, :, :rank].astype(np.float64) for x in (self.plan.omega, self.plan.projection))
+                state, bits = self.state[slot, head].T, int(self.plan.residual_bits[head])
+                matrix = residual_read(self._form, self.plan.map, state, omega, pi, bits=bits)
+                outputs[head] = matrix @ queries[head]
         return outputs
 
 

@@ -1,0 +1,103 @@
+"""Residuals in few bits, as every backend stores them, in float64.
+
+With the sketch basis ``P`` (orthonormal columns), ``U = S^T P`` and the map C, a head with residual bits reads
+
+    S^T x  ~  U C x + R (x - P P^T x),    R ~ S^T - U C in codes.
+
+The residual meets only the part of the query outside the basis. Inside, the sketch is nearly exact, and the noise of
+the codes would only add to it.
+
+**Codes.** A row's scale r is the root mean square of the row. A column's scale c is the root mean square of the column
+after all rows were divided by their scales. With the distance D of `sketchssm.layer.residual.STEPS`, an element x has
+the code ``floor(x / (D r c))``, clipped to b bits, and the value ``(code + 1/2) D r c``. Both scales are bfloat16
+numbers, and D is part of r. Codes are computed with the rounded scales. A row or column of zeros has scale 0; a state
+that is not finite has scales of NaN.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from sketchssm.layer.coefficients import CoefficientMap
+from sketchssm.layer.formats import SketchFormat
+from sketchssm.layer.residual import STEPS
+from sketchssm.reference.narrow import sketched_read
+from sketchssm.reference.recurrence import Array
+
+__all__ = ["Residual", "encode_residual", "residual_read"]
+
+
+class Residual(NamedTuple):
+    """Codes ``(..., V, K)`` from ``-2^(b-1)`` to ``2^(b-1) - 1``, and scales of rows and columns.
+
+    Row scales are ``(..., V)``, column scales ``(..., K)``.
+    """
+
+    codes: Array
+    rows: Array
+    columns: Array
+
+    @property
+    def matrix(self) -> Array:
+        """The values of the codes, ``(..., V, K)``."""
+        return (self.codes + 0.5) * self.rows[..., :, None] * self.columns[..., None, :]
+
+
+def encode_residual(residual: Array, bits: int) -> Residual:
+    """Code residuals.
+
+    Parameters
+    ----------
+    residual : ndarray, (..., V, K)
+        What the sketch leaves of each state.
+    bits : {1, 2, 3}
+        Bits of a code.
+
+    Returns
+    -------
+    Residual
+        Codes and scales.
+    """
+    rows = _bfloat16(STEPS[bits] * np.sqrt(np.square(residual).mean(-1)))
+    share = _quotient(STEPS[bits] * residual, rows[..., :, None])
+    columns = _bfloat16(np.sqrt(np.square(share).mean(-2)))
+    half = 2 ** (bits - 1)
+    codes = np.floor(_quotient(residual, rows[..., :, None] * columns[..., None, :]))
+    return Residual(np.clip(codes, -half, half - 1), rows, columns)
+
+
+def residual_read(
+    form: SketchFormat, map: CoefficientMap, state: Array, omega: Array, projection: Array, *, bits: int
+) -> Array:
+    """The matrix of a state read through a sketch and its residual.
+
+    Parameters
+    ----------
+    form, map, state, omega, projection
+        As of `sketchssm.reference.narrow.sketched_read`.
+    bits : int
+        Bits of the residual's codes; 0 for the sketch alone.
+
+    Returns
+    -------
+    ndarray, (..., V, K)
+        The read of an effective query x is its product with x.
+    """
+    low = sketched_read(form, map, state, omega, projection)
+    if not bits:
+        return low
+    values = encode_residual(state.swapaxes(-1, -2) - low, bits).matrix
+    return low + values - (values @ omega) @ omega.T
+
+
+def _quotient(x: Array, scale: Array) -> Array:
+    """Quotients, and zero where the scale is zero."""
+    return np.divide(x, scale, out=np.zeros(np.broadcast(x, scale).shape), where=scale != 0)
+
+
+def _bfloat16(x: Array) -> Array:
+    """Numbers of at least 0, or NaN, rounded to bfloat16's eight digits; exponents are not limited."""
+    mantissa, exponent = np.frexp(x)
+    return np.ldexp(np.rint(mantissa * 256), exponent - 8)
