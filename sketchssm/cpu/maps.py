@@ -2,7 +2,8 @@
 
 `sketchssm.reference.maps` defines the maps; here they run on the rows of a K-last state. Every map but `offline` ends
 with a product of a few vectors over V with the state, ``T^T S``. For `lowrank` and `prior`, T holds the pivots over
-``sqrt(mu)`` and the product is B. For `ridge`, T is the regularised pseudo-inverse of U and the product is C.
+``sqrt(mu)`` and the product is B. For `ridge`, T is the regularised pseudo-inverse of U and the product is C. For
+`subspace`, T is U; the product becomes the basis, and U is then computed from it.
 
 Float32 cannot hold the squares of every float32 state. A state whose squares overflow or underflow is therefore
 multiplied by a power of two, the *unit*, before anything is squared; T is multiplied by the unit again.
@@ -33,6 +34,7 @@ from sketchssm.cpu.packed import (
     RIDGE,
     ROWS,
     SKETCH,
+    SUBSPACE,
     field,
 )
 from sketchssm.cpu.residual import store_residual
@@ -93,9 +95,9 @@ def store_sketch(
     """
     rank, rows = field(m, head, RANK), field(m, head, ROWS)
     own = slot * m.packed_stride + field(m, head, SKETCH)
-    split = m.sketch_type == INT8 and m.map == RIDGE
+    split = m.sketch_type == INT8 and (m.map == RIDGE or m.map == SUBSPACE)
     scales = slot * m.factors_stride + field(m, head, FACTORS)
-    if not split:
+    if not split and m.map != SUBSPACE:
         _pack_rows(m, buf, at.sketch, own, rank, m.values, scales)
     if m.tracked:
         copy(floats(m.master), slot * m.master_stride + field(m, head, MASTER), buf, at.sketch, rank * m.values)
@@ -106,17 +108,29 @@ def store_sketch(
         _multiply(buf, at.sketch, rank * m.values, unit)
     if m.map == RIDGE:
         _ridge_span(m, at, buf, rank, mu, unit, split)
+    elif m.map == SUBSPACE:
+        copy(buf, at.span, buf, at.sketch, rank * m.values)
     else:
-        _pivots(m, at, buf, rows, mu, unit)
+        _orthonormal(at, buf, at.sketch, at.span, rows, m.values)
+        _multiply(buf, at.span, rows * m.values, unit / math.sqrt(mu))
     for c in range(0, rows * m.keys, LANES):
         store(buf, at.rows + c, splat(np.float32(0.0)))
     # the rows T^T S, and their squared norm
     energy = accumulate(buf, at.rows, m.keys, rows, m.keys, buf, at.ones, buf, at.span, 1, m.values,
                         state, first, m.keys, m.values)  # fmt: skip
+    if m.map == SUBSPACE:
+        if unit != 1.0:
+            _multiply(buf, at.rows, rank * m.keys, unit)
+        _orthonormal(at, buf, at.rows, at.rows, rank, m.keys)
+        for g in range(0, rank, 2):
+            dots(state, first, m.keys, m.values, buf, at.rows + g * m.keys, m.keys, min(2, rank - g), m.keys,
+                 buf, at.span + g * m.values, m.values)  # fmt: skip
+        if not split:
+            _pack_rows(m, buf, at.span, own, rank, m.values, scales)
     if m.map == LOWRANK or m.map == PRIOR:
         _factors(m, at, buf, slot, head, mu, unit, 1.0 - energy / m.key_dim)
     if split:
-        _pack_split(m, at, buf, slot, head, mu / unit / unit)
+        _pack_split(m, at, buf, slot, head, 1.0 if m.map == SUBSPACE else mu / unit / unit)
     else:
         _pack_rows(m, buf, at.rows, slot * m.packed_stride + field(m, head, MAP), rows, m.keys, scales + rank)
     if field(m, head, BITS):
@@ -184,20 +198,23 @@ def _inner(buf: Pointer, a: int, b: int, size: int) -> float:
 
 
 @njit
-def _pivots(m: Record, at: Record, buf: Pointer, rows: int, mu: float, unit: float) -> None:
-    """Orthonormal basis Q of the first sketch columns times ``unit / sqrt(mu)``, by Gram-Schmidt done twice."""
-    for i in range(rows):
-        column, residual = at.sketch + i * m.values, at.span + i * m.values
-        copy(buf, residual, buf, column, m.values)
+def _orthonormal(at: Record, buf: Pointer, source: int, target: int, count: int, size: int) -> None:
+    """Orthonormal basis of `count` vectors of `size` numbers, by Gram-Schmidt done twice; `target` may be `source`.
+
+    A vector that depends on the vectors before it becomes zero.
+    """
+    for i in range(count):
+        own = target + i * size
+        whole = math.sqrt(_inner(buf, source + i * size, source + i * size, size))
+        if target != source:
+            copy(buf, own, buf, source + i * size, size)
         for _ in range(2 if i else 0):
-            dots(buf, at.span, m.values, i, buf, residual, 0, 1, m.values, buf, at.low, 0)
+            dots(buf, target, size, i, buf, own, 0, 1, size, buf, at.low, 0)
             for j in range(i):
                 buf[at.low + j] = -buf[at.low + j]
-            accumulate(buf, residual, 0, 1, m.values, buf, at.ones, buf, at.low, 1, 0, buf, at.span, m.values, i)
-        length = math.sqrt(_inner(buf, residual, residual, m.values))
-        independent = length > PIVOT_TOLERANCE * math.sqrt(_inner(buf, column, column, m.values))
-        _multiply(buf, residual, m.values, 1.0 / length if independent else 0.0)
-    _multiply(buf, at.span, rows * m.values, unit / math.sqrt(mu))
+            accumulate(buf, own, 0, 1, size, buf, at.ones, buf, at.low, 1, 0, buf, target, size, i)
+        length = math.sqrt(_inner(buf, own, own, size))
+        _multiply(buf, own, size, 1.0 / length if length > PIVOT_TOLERANCE * whole else 0.0)
 
 
 @njit

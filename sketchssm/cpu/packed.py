@@ -15,8 +15,8 @@ SCALES      scales of its rows, then of its columns                  bfloat16
 ==========  =======================================================  ===============
 
 All slots share OMEGA, the bases with their columns on lanes, and PI, the projections by rows. Both are float32. A
-table holds the place of every part of every head. A head with a residual has PI, its basis by rows, and no PENDING:
-it reads one effective query. Flushes advance the master copy (see `sketchssm.cpu.maps`).
+table holds the place of every part of every head. A head with a residual has no PENDING: it
+reads one effective query. Flushes advance the master copy (see `sketchssm.cpu.maps`).
 
 For `lowrank` and `prior`, MAP holds the rows ``B - Pi Diag(w) L`` instead of B, so that L need not be stored. With
 z = Pi^T x,
@@ -71,13 +71,14 @@ __all__ = [
     "ROWS",
     "SCALES",
     "SKETCH",
+    "SUBSPACE",
     "Packing",
     "field",
     "full_states",
     "pack",
 ]
 
-RIDGE, LOWRANK, PRIOR = (MAPS.index(name) for name in ("ridge", "lowrank", "prior"))
+RIDGE, LOWRANK, PRIOR, SUBSPACE = (MAPS.index(name) for name in ("ridge", "lowrank", "prior", "subspace"))
 
 # Columns of the table: a head's rank, the number of its map's rows, its residual's bits, and where its parts begin.
 RANK, ROWS, BITS, SKETCH, MAP, MASTER, FACTORS, PENDING, CODES, SCALES, OMEGA, PI = range(12)
@@ -98,7 +99,9 @@ def field(c: Record, head: int, column: int) -> int:
 class Packing:
     """Places of the parts of every head, and the arrays that all slots share."""
 
-    table: Array  # (heads, 12): a head's rank, the rows of its map, the bits of its residual, and where its parts begin
+    table: (
+        Array  # (heads, 12): a head's rank, the rows of its map, the bits of its residual, and where its parts begin
+    )
     omega: Array  # float32 bases and, in `pi`, projections of all heads
     pi: Array
     runs: tuple[Run, ...]  # arrays of a slot
@@ -150,7 +153,7 @@ def pack(plan: SketchPlan, dtype: str, tracked: bool) -> Packing:
         across[: plan.layer.key_dim, :rank] = plan.omega[head, :, :rank]
         omega.append(across)
         used[OMEGA] += across.size
-        if plan.map.storage != "dense" or bits:
+        if plan.map.storage != "dense":
             along = np.zeros((rank, keys), dtype=np.float32)
             along[:, : plan.layer.key_dim] = plan.projection[head, :, :rank].T
             pi.append(along)

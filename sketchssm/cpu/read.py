@@ -25,6 +25,7 @@ from sketchssm.cpu.packed import (
     RIDGE,
     ROWS,
     SKETCH,
+    SUBSPACE,
     field,
 )
 from sketchssm.cpu.residual import read_residual
@@ -150,7 +151,7 @@ def _see(m: Record, at: Record, buf: Pointer, slot: int, head: int, spot: int) -
     """
     x = at.x + 2 * head * m.keys if m.channel_decays else at.inputs + 2 * (head // m.group) * m.keys
     vectors = 2 if m.erases else 1
-    if m.map != RIDGE:
+    if m.map != RIDGE and m.map != SUBSPACE:
         dots(floats(m.pi), field(m, head, PI), m.keys, field(m, head, RANK), buf, x, m.keys, vectors, m.keys,
              buf, spot, m.columns)  # fmt: skip
         spot += 2 * m.columns

@@ -29,7 +29,7 @@ from sketchssm.cpu import llvm
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import Record
 from sketchssm.cpu.llvm import INT32, LANES
-from sketchssm.cpu.packed import BFLOAT, BITS, CODES, FACTORS, INT8, MAP, PI, RANK, SCALES, SKETCH, field
+from sketchssm.cpu.packed import BFLOAT, BITS, CODES, FACTORS, INT8, MAP, RANK, SCALES, SKETCH, field
 from sketchssm.cpu.simd import Pointer, bfloats, copy, floats, fma, int8s, load, splat, store, total
 from sketchssm.cpu.tiles import accumulate, add_product, dots, element, sums_of_lanes, zero_sums
 from sketchssm.layer.residual import STEPS
@@ -152,7 +152,7 @@ _encode_1, _encode_2, _encode_3 = (_tile_encode(bits) for bits in STEPS)
 def read_residual(m: Record, at: Record, buf: Pointer, slot: int, head: int, x: int, spot: int) -> None:
     """Multiply one head's coefficient map, into `spot`, and its residual, into the outputs, by the query at `x`.
 
-    The query is replaced by its part outside the basis times the columns' scales.
+    The query is replaced by its products with the columns' scales.
     """
     rank, bits, keys = field(m, head, RANK), field(m, head, BITS), m.keys
     own = slot * m.packed_stride + field(m, head, MAP)
@@ -165,11 +165,6 @@ def read_residual(m: Record, at: Record, buf: Pointer, slot: int, head: int, x: 
             store(buf, spot + g, load(floats(m.factors), scales + g) * load(buf, spot + g))
     else:
         dots(floats(m.packed), own, keys, rank, buf, x, keys, 1, keys, buf, spot, m.columns)
-    inside, pi = spot + m.columns, field(m, head, PI)
-    dots(floats(m.pi), pi, keys, rank, buf, x, keys, 1, keys, buf, inside, m.columns)
-    for g in range(rank):
-        buf[inside + g] = -buf[inside + g]
-    accumulate(buf, x, 0, 1, keys, buf, at.ones, buf, inside, 1, 0, floats(m.pi), pi, keys, rank)
     rows = slot * m.scales_stride + field(m, head, SCALES)
     whole = splat(np.float32(0.0))
     for c in range(0, keys, LANES):

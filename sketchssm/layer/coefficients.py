@@ -58,6 +58,7 @@ FORMS = {
     "lowrank": MapForm("factors", False, 0.1, 4),
     "prior": MapForm("factors", True, 0.001, 4),
     "offline": MapForm("shared", True, None, None),
+    "subspace": MapForm("dense", False, None, None),
 }
 """Every coefficient map. The default ridges are the paper's for `lowrank`, and measured on real traces for others."""
 
@@ -76,7 +77,7 @@ class CoefficientMap:
 
     Parameters
     ----------
-    name : {"ridge", "lowrank", "prior", "offline"}, default "ridge"
+    name : {"ridge", "lowrank", "prior", "offline", "subspace"}, default "ridge"
         Which map; `sketchssm.reference.maps` has the equations.
     pivots : int, optional
         Pivot count P of `lowrank` and `prior`, 4 by default. None for the other maps.

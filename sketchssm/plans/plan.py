@@ -61,14 +61,14 @@ class SketchPlan:
         Rank of each head; `FULL_STATE` for a head that reads its full state.
     window : int, optional
         Tokens of a window (W), from one flush to the next. Default: the basis's window.
-    map : CoefficientMap or {"ridge", "lowrank", "prior", "offline"}, default "ridge"
+    map : CoefficientMap or {"ridge", "lowrank", "prior", "offline", "subspace"}, default "ridge"
         Coefficient map; a name stands for the map with its default parameters.
     sketch_dtype : {"float32", "bfloat16", "int8"}, optional
         Format in which sketches and maps are stored, see `sketchssm.layer.formats`. Default: the format of `ranks` if
         that is an `Allocation`, else "bfloat16".
     residual_bits : int or array_like of int, (heads,), default 0
         Bits of the codes in which each sketched head keeps what its sketch leaves of the state: 0 (the sketch alone),
-        1, 2 or 3; see `sketchssm.layer.residual`. Needs the map "ridge".
+        1, 2 or 3; see `sketchssm.layer.residual`. Needs the map "subspace".
 
     Attributes
     ----------
@@ -334,10 +334,8 @@ def _bits(given: npt.ArrayLike, ranks: npt.NDArray[np.int64], map: CoefficientMa
         raise ValueError(f"residual_bits: expected {RESIDUAL_BITS}, got {wrong[0]}")
     if bits[~sketched].any():
         raise ValueError(f"residual_bits: expected 0 for a full-state head, got {bits[~sketched].max()}")
-    if bits.any() and map.storage != "dense":
-        raise ValueError(
-            f"residual_bits: expected 0 with the map {map.name!r}, which has no residuals, got {bits.max()}"
-        )
+    if bits.any() and map.name != "subspace":
+        raise ValueError(f"residual_bits: expected 0 with the map {map.name!r}, got {bits.max()}: use map='subspace'")
     return bits.astype(np.int64)
 
 

@@ -68,6 +68,10 @@ def sketched_read(form: SketchFormat, map: CoefficientMap, state: Array, omega: 
     `omega` and `projection (K, G)` as in `sketchssm.reference.maps.coefficient_map`. float32 and bfloat16 are not
     rounded: they stay float64.
     """
+    if map.name == "subspace":
+        basis = maps.subspace(state, omega)
+        columns, rows = state.swapaxes(-1, -2) @ basis, basis.swapaxes(-1, -2)
+        return columns @ rows if form.top is None else _product(columns.swapaxes(-1, -2), rows, form.top)
     if form.top is not None and form.splits(map):
         columns, rows = split_form(state, omega, map.effective_ridge)
         return _product(columns.swapaxes(-1, -2), rows, form.top)

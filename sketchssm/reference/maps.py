@@ -12,6 +12,7 @@ lowrank    the same with ``H ~ B B^T + Diag(d)``: projection on p pivots, diagon
 prior      the same with ``H ~ B B^T + a E0``: the energy that the pivots miss is      (ours)
            distributed as in calibration
 offline    ``(Omega^T E0 Omega)^-1 Omega^T E0``, the same for every state              section 4.1
+subspace   ``B^T``, of a basis B adapted to the state, with the sketch ``S^T B``       (ours)
 =========  ==========================================================================  ==================
 
 As the ridge goes to zero, `ridge` goes to the least-squares map ``pinv(U) S^T`` (`exact_map`, equation *m-coeff*).
@@ -26,6 +27,10 @@ and by the Woodbury identity, with ``z = Pi^T x`` and ``w = delta / (delta + rid
     C x = w z + F (B^T x - L^T (w z)),    F = D^-1 L (I + L^T D^-1 L)^-1,  D = Diag(delta + ridge).
 
 A state then stores ``B (K, p)``, ``F`` and ``L (G, p)`` and ``w (G)`` beside its sketch; ``Pi`` is stored per head.
+
+`subspace` is a step of subspace iteration (Halko, Martinsson and Tropp, *Finding structure with randomness*, SIAM
+Review 53, 2011, algorithm 4.4) from Omega: B is an orthonormal basis of ``S S^T Omega``. The read ``S^T B B^T x`` is
+near that of the best rank-G approximation of the state, whatever the calibration saw.
 """
 
 from __future__ import annotations
@@ -48,6 +53,7 @@ __all__ = [
     "prior_factors",
     "ridge_map",
     "state_scale",
+    "subspace",
 ]
 
 PIVOT_TOLERANCE = 3e-3
@@ -105,6 +111,14 @@ def state_scale(state: Array) -> Array:
     """``mu = |S|_F^2 / K``, and 1 for a zero state (equation *pivot-state-metric*)."""
     mu = np.square(state).sum(axis=(-1, -2)) / state.shape[-2]
     return np.where(mu > 0, mu, 1.0)
+
+
+def subspace(state: Array, omega: Array) -> Array:
+    """Orthonormal basis ``(..., K, G)`` of ``S S^T Omega``, for states ``(..., K, V)`` and `omega` ``(K, G)``.
+
+    A column that depends on the columns before it becomes zero.
+    """
+    return pivot_basis(state @ (state.swapaxes(-1, -2) @ omega), omega.shape[-1])
 
 
 def exact_map(state: Array, omega: Array) -> Array:

@@ -1,11 +1,6 @@
 """Residuals in few bits, as every backend stores them, in float64.
 
-With the sketch basis ``P`` (orthonormal columns), ``U = S^T P`` and the map C, a head with residual bits reads
-
-    S^T x  ~  U C x + R (x - P P^T x),    R ~ S^T - U C in codes.
-
-The residual meets only the part of the query outside the basis. Inside, the sketch is nearly exact, and the noise of
-the codes would only add to it.
+A head with residual bits reads ``S^T x ~ (U C + R) x``, with the codes R of ``S^T - U C``.
 
 **Codes.** A row's scale r is the root mean square of the row. A column's scale c is the root mean square of the column
 after all rows were divided by their scales. With the distance D of `sketchssm.layer.residual.STEPS`, an element x has
@@ -88,8 +83,7 @@ def residual_read(
     low = sketched_read(form, map, state, omega, projection)
     if not bits:
         return low
-    values = encode_residual(state.swapaxes(-1, -2) - low, bits).matrix
-    return low + values - (values @ omega) @ omega.T
+    return low + encode_residual(state.swapaxes(-1, -2) - low, bits).matrix
 
 
 def _quotient(x: Array, scale: Array) -> Array:
