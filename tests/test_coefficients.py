@@ -15,6 +15,7 @@ def test_each_map_has_its_own_parameters():
         "lowrank": (4, 0.1),
         "prior": (4, 0.001),
         "offline": (None, None),
+        "subspace": (None, None),
     }
     assert CoefficientMap("prior", 3, 0.02) == CoefficientMap("prior", np.int64(3), np.float64(0.02))
     assert CoefficientMap("ridge", ridge=0).effective_ridge == RIDGE_FLOOR
@@ -52,7 +53,7 @@ def test_what_a_state_stores(name, rows, elements):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("best",), "map: expected one of ridge, lowrank, prior, offline, got 'best'"),
+        (("best",), "map: expected one of ridge, lowrank, prior, offline, subspace, got 'best'"),
         (("prior", 0), "pivots: expected an integer from 1 to 4096, got 0"),
         (("prior", 10**30), f"pivots: expected an integer from 1 to 4096, got {10**30}"),
         (("prior", 2.0), "pivots: expected an integer from 1 to 4096, got 2.0"),

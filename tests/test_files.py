@@ -143,7 +143,7 @@ class TestCrafted:
     def test_a_document_that_is_no_object(self, text, kind, saved):
         assert refused(kind, saved, save(parts_of(saved)[1], metadata={KEY: text}), b"")
 
-    @pytest.mark.parametrize("version", [1, 4, 0, "2", None, 2.5, [[]]])
+    @pytest.mark.parametrize("version", [1, 99, 0, "2", None, 2.5, [[]]])
     def test_another_version(self, version, kind, saved):
         fields, tensors = parts_of(saved)
         save_file(saved, FORMS[kind]._replace(version=version), tensors, fields)

@@ -150,6 +150,9 @@ class TestMaps:
             "prior": lambda: maps.prior_factors(state, omega, pi, pivots, ridge).dense(),
             "offline": lambda: pi.T,
         }
+        if plan.map.name == "subspace":
+            basis = maps.subspace(state, omega)
+            return state.T @ basis @ basis.T
         return state.T @ omega @ dense[plan.map.name]()
 
     @pytest.mark.parametrize("name", MAPS)

@@ -88,7 +88,7 @@ class TestPlan:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"map": "best"}, "map: expected one of ridge, lowrank, prior, offline, got 'best'"),
+            ({"map": "best"}, "map: expected one of ridge, lowrank, prior, offline, subspace, got 'best'"),
             ({"window": 1}, "window: expected an integer from 2 to 64, got 1"),
             ({"window": 10**30}, f"window: expected an integer from 2 to 64, got {10**30}"),
             ({"window": 8.0}, "window: expected an integer from 2 to 64, got 8.0"),

@@ -104,6 +104,8 @@ def store_sketch(
     if rows == 0:
         return
     unit, mu = _normalise(m, norm, state, first)
+    if m.map == SUBSPACE and unit == 1.0:  # the squares of S U are fourth powers of the state
+        unit = math.ldexp(1.0, -math.frexp(math.sqrt(mu))[1])
     if unit != 1.0:
         _multiply(buf, at.sketch, rank * m.values, unit)
     if m.map == RIDGE:

@@ -18,7 +18,7 @@ import numpy as np
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.residual import STEPS
-from sketchssm.reference.narrow import sketched_read
+from sketchssm.reference.codes import sketched_read
 from sketchssm.reference.recurrence import Array
 
 __all__ = ["Residual", "encode_residual", "residual_read"]
@@ -71,7 +71,7 @@ def residual_read(
     Parameters
     ----------
     form, map, state, omega, projection
-        As of `sketchssm.reference.narrow.sketched_read`.
+        As of `sketchssm.reference.codes.sketched_read`.
     bits : int
         Bits of the residual's codes; 0 for the sketch alone.
 
