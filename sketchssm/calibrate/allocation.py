@@ -26,6 +26,7 @@ from sketchssm.layer.checks import check_items, check_number, check_size
 from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, check_choice, check_instance
+from sketchssm.layer.residual import RESIDUAL_BITS
 from sketchssm.plans import traffic
 from sketchssm.reference.recurrence import Array
 
@@ -67,6 +68,8 @@ class Allocation:
         Score that the table minimises.
     sketch_dtype : str
         Format of the sketches.
+    residual_bits : int
+        Bits of the residuals' codes.
     """
 
     ranks: npt.NDArray[np.int64] | list[npt.NDArray[np.int64]]
@@ -76,6 +79,7 @@ class Allocation:
     traffic: Traffic
     method: str
     sketch_dtype: str = DEFAULT_FORMAT
+    residual_bits: int = 0
 
     @property
     def gap(self) -> float:
@@ -91,6 +95,7 @@ def allocate_ranks(
     map: str | CoefficientMap = DEFAULT_MAP,
     sketch_dtype: str = DEFAULT_FORMAT,
     rank_max: int | None = None,
+    residual_bits: int = 0,
 ) -> Allocation:
     """Allocate ranks to heads within the read traffic of a mean rank.
 
@@ -102,14 +107,17 @@ def allocate_ranks(
         Mean rank; the budget is the read traffic of all heads at this rank.
     method : {"gradient", "error", "sensitivity", "uniform"}, optional
         Score to minimise, see `RankScores.objective`; "uniform" gives every head the mean rank, rounded
-        down to stay within the budget, and reports the objective and bound of the default score. Default: "gradient"
-        if all layers have gradients, else "error".
+        down to stay within the budget, and reports the objective and bound of the default score. Default: "uniform"
+        with residuals, whose errors the scores do not know; else "gradient" if all layers have gradients, else
+        "error".
     map : CoefficientMap or str, default "ridge"
         Coefficient map, which sets the cost of a rank; see `sketchssm.plans.traffic.sketch_read`.
     sketch_dtype : {"float32", "bfloat16", "int8"}, default "bfloat16"
         Format of the sketches, which sets the cost of a rank.
     rank_max : int, optional
         Largest rank of a head. Default: each layer's largest scored rank.
+    residual_bits : {0, 1, 2, 3}, default 0
+        Bits of the residual's codes of every sketched head, which add to the cost of a rank.
 
     Returns
     -------
@@ -138,9 +146,11 @@ def allocate_ranks(
             raise ValueError(
                 f"scores: expected finite sums of at least 0, got others for layer {index}: are the keys normalised?"
             )
-    cost = _Cost(CoefficientMap.of(map), SketchFormat.of(sketch_dtype))
+    check_choice("residual_bits", residual_bits, RESIDUAL_BITS)
+    cost = _Cost(CoefficientMap.of(map), SketchFormat.of(sketch_dtype), residual_bits)
     default = "gradient" if all(layer.graded for layer in layers) else "error"
-    method = default if method is None else method
+    if method is None:
+        method = "uniform" if residual_bits else default
     check_choice("method", method, METHODS)
     if method in ("gradient", "sensitivity"):
         for index, layer in enumerate(layers):
@@ -171,7 +181,8 @@ def allocate_ranks(
     shapes = [layer.layer for layer in layers]
     before = sum(shape.heads * traffic.standard(shape.key_dim, shape.value_dim) for shape in shapes)
     spent = Traffic(used, before / after)
-    return Allocation(ranks[0] if single else ranks, objective, bound, budget, spent, method, cost.form.name)
+    chosen = ranks[0] if single else ranks
+    return Allocation(chosen, objective, bound, budget, spent, method, cost.form.name, residual_bits)
 
 
 def check_mean_rank(mean_rank: Any) -> None:
@@ -180,15 +191,17 @@ def check_mean_rank(mean_rank: Any) -> None:
 
 
 class _Cost(NamedTuple):
-    """Cost of ranks in a map and format."""
+    """Cost of ranks in a map and format, beside a residual."""
 
     map: CoefficientMap
     form: SketchFormat
+    residual_bits: int
 
     def read(self, layer: RankScores, rank: npt.NDArray[Any], count: Any = traffic.sketch_read) -> Array:
         """Bytes of a read between flushes, or with `traffic.sketch` of a token, flushes included."""
         shape = layer.layer.kind, layer.layer.key_dim, layer.layer.value_dim
-        found: Array = count(*shape, rank, layer.window, self.map, sketch_dtype=self.form.name)
+        form = {"sketch_dtype": self.form.name, "residual_bits": self.residual_bits}
+        found: Array = count(*shape, rank, layer.window, self.map, **form)
         return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,8 @@ from sketchssm.calibrate.traces import Traces
 from sketchssm.layer.checks import check_items
 from sketchssm.layer.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.layer.recurrence import FULL_STATE, check_instance
+from sketchssm.layer.recurrence import FULL_STATE, check_choice, check_instance
+from sketchssm.layer.residual import RESIDUAL_BITS
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.plan import SketchPlan
 
@@ -31,9 +33,11 @@ class Settings:
     map: CoefficientMap = field(default_factory=CoefficientMap)
     method: str | None = None  # see `allocate_ranks`; None: "gradient" if the traces have gradients, else "error"
     sketch_dtype: str = DEFAULT_FORMAT
+    residual_bits: int = 0
 
     def __post_init__(self) -> None:
         SketchFormat.of(self.sketch_dtype)
+        check_choice("residual_bits", self.residual_bits, RESIDUAL_BITS)
 
     def maps(self) -> list[CoefficientMap]:
         """Return every map: `map` with its parameters, the others with their defaults."""
@@ -55,9 +59,11 @@ class Calibrated:
         method: str | None = None,
         basis: SketchBasis | None = None,
         sketch_dtype: str = DEFAULT_FORMAT,
+        residual_bits: int = 0,
     ) -> SketchPlan:
         """Make a plan for one mean rank, a budget of read bytes; `basis` replaces the calibrated basis only."""
-        allocation = allocate_ranks(self.scores, mean_rank, method, map=map, sketch_dtype=sketch_dtype)
+        form: Any = {"sketch_dtype": sketch_dtype, "residual_bits": residual_bits}
+        allocation = allocate_ranks(self.scores, mean_rank, method, map=map, **form)
         return SketchPlan(basis or self.basis, allocation, self.basis.window, map)
 
 
@@ -82,6 +88,7 @@ def plan_layers(
     map: str | CoefficientMap = DEFAULT_MAP,
     sketch_dtype: str = DEFAULT_FORMAT,
     rank_max: int | None = None,
+    residual_bits: int = 0,
 ) -> tuple[list[SketchPlan], Allocation]:
     """Make plans of several layers, from the basis and the scores of each, under one budget.
 
@@ -91,9 +98,9 @@ def plan_layers(
     bases, scores = check_items("bases", bases, "SketchBasis"), check_items("scores", scores, "RankScores")
     if len(bases) != len(scores) or not bases:
         raise ValueError(f"scores: expected those of each of at least one basis, got {len(scores)} for {len(bases)}")
-    allocation = allocate_ranks(scores, mean_rank, method, map=map, sketch_dtype=sketch_dtype, rank_max=rank_max)
-    own = zip(bases, allocation.ranks, strict=True)
-    return [SketchPlan(basis, ranks, map=map, sketch_dtype=sketch_dtype) for basis, ranks in own], allocation
+    form: Any = {"map": map, "sketch_dtype": sketch_dtype, "residual_bits": residual_bits}
+    allocation = allocate_ranks(scores, mean_rank, method, rank_max=rank_max, **form)
+    return [SketchPlan(*own, **form) for own in zip(bases, allocation.ranks, strict=True)], allocation
 
 
 def mean_retained(scores: RankScores, ranks: npt.NDArray[np.int64]) -> float:

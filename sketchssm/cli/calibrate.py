@@ -84,7 +84,7 @@ def _from_traces(
                 most = rank_max or common_rank(recorded.layer, settings.window)
                 layers.append(calibrate(recorded, settings.window, most))
     bases, scores = [layer.basis for layer in layers], [layer.scores for layer in layers]
-    made: Any = {"map": settings.map, "sketch_dtype": settings.sketch_dtype}
+    made: Any = {name: getattr(settings, name) for name in ("map", "sketch_dtype", "residual_bits")}
     planned, allocation = plan_layers(bases, scores, mean_rank, settings.method, **made)
     save_plans(planned, files)
     names = list(map(str, files))
@@ -103,7 +103,7 @@ def _of_model(source: ModelText, out: Path, settings: Settings, output: Output, 
     from sketchssm.transformers.calibration import progress_steps
 
     model, rows = source.load(least=2)
-    chosen = vars(settings) | {"method": settings.method or "gradient"} | budget
+    chosen = vars(settings) | budget
     with output.progress("calibrating", progress_steps(len(rows))) as step:
         plans = calibrate(model, rows, progress=step, **chosen)
     save_plans([plans], [out])
@@ -127,7 +127,9 @@ def _show(
         own = {each: getattr(plan, each) for each in ("ranks", "sketch_dtype", "reduction")}
         facts[name] = {"kind": plan.layer.kind, "retained_ideal": kept} | own
     columns = [what, "kind", "ranks", "less traffic", "retained (ideal map)"]
-    settings = f"{plan.map}, {plan.sketch_dtype}, window {plan.window}, by {made.method}"
+    bits = int(plan.residual_bits.max())
+    form = f"{plan.map}, {plan.sketch_dtype}" + (f" and residuals of {bits} bits" if bits else "")
+    settings = f"{form}, window {plan.window}, by {made.method}"
     output.table(f"{title} at mean rank {made.mean_rank:g} ({settings})", columns, rows, words=3)
     totals = {"reduction": total_reduction(plans.values()), "gap": made.gap}
     output.say(

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -100,9 +100,8 @@ def _times(
 
     def case(study: Study) -> bench.Case:
         settings, layer = study.settings, study.calibrated()
-        plans = [
-            layer.plan(rank, settings.map, settings.method, sketch_dtype=settings.sketch_dtype) for rank in study.ranks
-        ]
+        chosen: Any = {name: getattr(settings, name) for name in ("map", "method", "sketch_dtype", "residual_bits")}
+        plans = [layer.plan(rank, **chosen) for rank in study.ranks]
         return bench.Case(study.traces.name, study.traces.layer, rows, settings.window, plans)
 
     cases = [case(study) for study in studies]

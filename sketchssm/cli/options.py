@@ -18,6 +18,7 @@ from sketchssm.calibrate.allocation import METHODS
 from sketchssm.heads.registry import BACKENDS
 from sketchssm.layer.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS
+from sketchssm.layer.residual import RESIDUAL_BITS
 
 if TYPE_CHECKING:
     from sketchssm.calibrate.plans import Settings
@@ -129,11 +130,12 @@ def _settings(
     pivots: int | None,
     ridge: float | None,
     sketch_dtype: str,
+    residual_bits: str,
     method: str | None,
 ) -> Settings:
     from sketchssm.calibrate.plans import Settings
 
-    return Settings(window, CoefficientMap(map_name, pivots, ridge), method, sketch_dtype)
+    return Settings(window, CoefficientMap(map_name, pivots, ridge), method, sketch_dtype, int(residual_bits))
 
 
 MAP_SETTINGS = tuple(signature(_settings).parameters)
@@ -153,9 +155,15 @@ map_settings = gather(
         help="Format of sketches.",
     ),
     click.option(
+        "--residual-bits",
+        type=click.Choice([str(bits) for bits in RESIDUAL_BITS]),
+        default="0",
+        help="Bits of the codes of what a sketch leaves of its state, with --map subspace.",
+    ),
+    click.option(
         "--method",
         type=click.Choice(METHODS),
-        help="Rank allocation.  [default: gradient if the traces have gradients, else error]",
+        help="Rank allocation.  [default: uniform with residuals, else gradient if traces have gradients, else error]",
     ),
 )
 """Settings of plans, as one argument `settings`."""

@@ -33,6 +33,10 @@ class AllocatedRanks(Protocol):
     def sketch_dtype(self) -> str:
         """Format of the sketches."""
 
+    @property
+    def residual_bits(self) -> int:
+        """Bits of the residuals' codes."""
+
 
 class PlanFileError(FileFormatError):
     """A plan file that can't be used: damaged, not a plan, of another version, or inconsistent."""
@@ -66,9 +70,10 @@ class SketchPlan:
     sketch_dtype : {"float32", "bfloat16", "int8"}, optional
         Format in which sketches and maps are stored, see `sketchssm.layer.formats`. Default: the format of `ranks` if
         that is an `Allocation`, else "bfloat16".
-    residual_bits : int or array_like of int, (heads,), default 0
+    residual_bits : int or array_like of int, (heads,), optional
         Bits of the codes in which each sketched head keeps what its sketch leaves of the state: 0 (the sketch alone),
-        1, 2 or 3; see `sketchssm.layer.residual`. Needs the map "subspace".
+        1, 2 or 3; see `sketchssm.layer.residual`. Needs the map "subspace". Default: those of `ranks` if that is an
+        `Allocation`, else 0.
 
     Attributes
     ----------
@@ -103,12 +108,14 @@ class SketchPlan:
         window: int | None = None,
         map: str | CoefficientMap = DEFAULT_MAP,
         sketch_dtype: str | None = None,
-        residual_bits: npt.ArrayLike = 0,
+        residual_bits: npt.ArrayLike | None = None,
     ) -> None:
         if not hasattr(basis, "columns"):
             raise TypeError(f"basis: expected a SketchBasis, got {type(basis).__name__}")
         if sketch_dtype is None:
             sketch_dtype = getattr(ranks, "sketch_dtype", DEFAULT_FORMAT)
+        if residual_bits is None:
+            residual_bits = getattr(ranks, "residual_bits", 0)
         table = as_array("ranks", getattr(ranks, "ranks", ranks))
         used = int(table.max(initial=1)) if table.dtype.kind in "iu" else 1
         if used > basis.rank_max:

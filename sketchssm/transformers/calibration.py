@@ -20,6 +20,7 @@ from sketchssm.layer.checks import check_size
 from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.layer.recurrence import Tokens, check_choice, check_window
+from sketchssm.layer.residual import RESIDUAL_BITS
 from sketchssm.plans.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans
 from sketchssm.transformers.modeling import COMPILED, Call, RecurrentLayer, intercepted, layers
 from sketchssm.transformers.recording import host_inputs
@@ -44,7 +45,8 @@ def calibrate(
     window: int = 16,
     map: str | CoefficientMap = DEFAULT_MAP,
     sketch_dtype: str = DEFAULT_FORMAT,
-    method: str = "gradient",
+    residual_bits: int = 0,
+    method: str | None = None,
     rank_max: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ModelPlans:
@@ -74,9 +76,12 @@ def calibrate(
         Coefficient map of the plans.
     sketch_dtype : {"float32", "bfloat16", "int8"}, default "bfloat16"
         Format of the sketches, see `sketchssm.allocate_ranks`.
-    method : {"gradient", "error", "sensitivity", "uniform"}, default "gradient"
+    residual_bits : {0, 1, 2, 3}, default 0
+        Bits of the residual's codes of every sketched head, see `sketchssm.SketchPlan`.
+    method : {"gradient", "error", "sensitivity", "uniform"}, optional
         Score for the allocation of ranks, see `sketchssm.allocate_ranks`. "gradient" and "sensitivity" use gradients
-        of the summed next-token cross-entropy by the layers' outputs.
+        of the summed next-token cross-entropy by the layers' outputs. Default: "uniform" with residuals, else
+        "gradient".
     rank_max : int, optional
         Largest rank to score, where a layer has as many. A head that needs more reads its full state. Default: a rank
         for which backend "cuda" has room on the H100, H200 and B200 (with windows of up to 16: 61 for kda, 70 for the
@@ -101,6 +106,9 @@ def calibrate(
     >>> plans = sketchssm.transformers.calibrate(model, text, tokenizer=tokenizer, mean_rank=7)  # doctest: +SKIP
     >>> plans.save("plans.safetensors")  # doctest: +SKIP
     """
+    check_choice("residual_bits", residual_bits, RESIDUAL_BITS)
+    if method is None:
+        method = "uniform" if residual_bits else "gradient"
     check_choice("method", method, METHODS)
     check_mean_rank(mean_rank)
     if rank_max is not None:
@@ -140,7 +148,7 @@ def calibrate(
                     run_row(model, row)
 
     scored = list(scores.values())
-    settings: Any = {"map": map, "sketch_dtype": sketch_dtype}
+    settings: Any = {"map": map, "sketch_dtype": sketch_dtype, "residual_bits": residual_bits}
     planned, allocation = plan_layers(list(bases.values()), scored, mean_rank, method, **settings)
     plans = dict(zip(found, planned, strict=True))
     retained = {name: mean_retained(scores[name], plan.ranks) for name, plan in plans.items()}

@@ -13,6 +13,7 @@ from sketchssm.calibrate.traces import named_errors
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.formats import FORMATS
 from sketchssm.layer.recurrence import Layer, Tokens
+from sketchssm.layer.residual import STEPS
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.evaluate.baselines import (
@@ -29,6 +30,7 @@ __all__ = ["FAMILIES", "FULL_METHOD", "Entry", "entries", "select"]
 PIVOTS = (1, 2, 4, 8)
 RIDGES = (0, 0.01, 0.1, 1)
 WINDOWS = (4, 8, 16, 32)
+RESIDUAL_RANKS = (2, 4, 8)
 
 FULL_METHOD = "full-method"
 """The ablation with no part replaced: the base of all others."""
@@ -103,6 +105,14 @@ def _plan(study: Study) -> list[Entry]:
     return [] if plan is None else _ready("plan", [sketch_system(plan, "given")], plan.window)
 
 
+def _residuals(study: Study) -> list[Entry]:
+    """Adapted bases in int8 at a few uniform ranks, with residuals of each number of bits."""
+    make = partial(_planned, study, "residual", map=CoefficientMap("subspace"), method="uniform", sketch_dtype="int8")
+    most = min(study.traces.layer.key_dim, study.traces.layer.value_dim)
+    ranks = [rank for rank in RESIDUAL_RANKS if rank <= most]
+    return [make(f"{rank}+{bits}-bit", rank, residual_bits=bits) for rank in ranks for bits in STEPS]
+
+
 def _baseline(family: str, make: Callable[[Layer, Tokens, int], list[System]]) -> Callable[[Study], list[Entry]]:
     """Settings of a baseline, calibrated on the calibration sequences if needed."""
 
@@ -118,6 +128,7 @@ FAMILIES: dict[str, Callable[[Study], list[Entry]]] = {
     "rounded-states": _rounded_states,
     "sketch": _sketches,
     "narrow": _narrow,
+    "residual": _residuals,
     "quantised": _baseline("quantised", quantised_systems),
     "pruned": _baseline("pruned", pruned_systems),
     "key-reduced": _baseline("key-reduced", key_reduced_systems),
@@ -190,6 +201,7 @@ def _planned(
     same_ranks: str | None = None,
     state_dtype: str = "float32",
     sketch_dtype: str | None = None,
+    residual_bits: int | None = None,
 ) -> Entry:
     """A sketch with the settings of the study except those given.
 
@@ -203,8 +215,11 @@ def _planned(
         if random:  # as large as the calibrated basis, with its mean state metric for the maps that need one
             basis = SketchBasis.random(basis.layer, basis.rank_max, study.seed, basis.e0, window)
         settings = study.settings
-        form = sketch_dtype or settings.sketch_dtype
-        plan = layer.plan(rank, map or settings.map, method or settings.method, basis, form)
+        own, form = map or settings.map, sketch_dtype or settings.sketch_dtype
+        bits = residual_bits
+        if bits is None:
+            bits = settings.residual_bits if own == settings.map else 0
+        plan = layer.plan(rank, own, method or settings.method, basis, form, bits)
         if same_ranks:
             plan = SketchPlan(basis, plan.ranks, window, same_ranks, form)
         return sketch_system(plan, name, state_dtype=state_dtype)
