@@ -26,7 +26,7 @@ from sketchssm.layer.checks import check_items, check_number, check_size
 from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, check_choice, check_instance
-from sketchssm.layer.residual import RESIDUAL_BITS
+from sketchssm.layer.residual import check_residual_bits
 from sketchssm.plans import traffic
 from sketchssm.reference.recurrence import Array
 
@@ -146,7 +146,7 @@ def allocate_ranks(
             raise ValueError(
                 f"scores: expected finite sums of at least 0, got others for layer {index}: are the keys normalised?"
             )
-    check_choice("residual_bits", residual_bits, RESIDUAL_BITS)
+    check_residual_bits(residual_bits)
     cost = _Cost(CoefficientMap.of(map), SketchFormat.of(sketch_dtype), residual_bits)
     default = "gradient" if all(layer.graded for layer in layers) else "error"
     if method is None:

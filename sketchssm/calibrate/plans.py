@@ -17,8 +17,8 @@ from sketchssm.calibrate.traces import Traces
 from sketchssm.layer.checks import check_items
 from sketchssm.layer.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.layer.recurrence import FULL_STATE, check_choice, check_instance
-from sketchssm.layer.residual import RESIDUAL_BITS
+from sketchssm.layer.recurrence import FULL_STATE, check_instance
+from sketchssm.layer.residual import check_residual_bits
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.plan import SketchPlan
 
@@ -37,7 +37,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         SketchFormat.of(self.sketch_dtype)
-        check_choice("residual_bits", self.residual_bits, RESIDUAL_BITS)
+        check_residual_bits(self.residual_bits)
 
     def maps(self) -> list[CoefficientMap]:
         """Return every map: `map` with its parameters, the others with their defaults."""

@@ -7,10 +7,12 @@ of b bits, with one scale for each row and one for each column. `sketchssm.refer
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["RESIDUAL_BITS", "STEPS", "residual_bytes"]
+__all__ = ["RESIDUAL_BITS", "STEPS", "check_residual_bits", "residual_bytes"]
 
 STEPS = {1: 1.596, 2: 0.996, 3: 0.586}
 """Distance of neighbouring levels for each number of bits, in standard deviations.
@@ -24,6 +26,13 @@ RESIDUAL_BITS = (0, *STEPS)
 
 SCALE_BYTES = 2
 """Bytes of a scale, a bfloat16 number."""
+
+
+def check_residual_bits(bits: Any) -> int:
+    """Return a number of bits for all heads; ValueError if it is none of `RESIDUAL_BITS`."""
+    if bits not in RESIDUAL_BITS:
+        raise ValueError(f"residual_bits: expected one of {', '.join(map(str, RESIDUAL_BITS))}, got {bits!r}")
+    return int(bits)
 
 
 def residual_bytes(bits: npt.ArrayLike, key_dim: int, value_dim: int) -> npt.NDArray[np.float64]:

@@ -133,7 +133,7 @@ class SketchPlan:
         window: int,
         map: CoefficientMap,
         sketch_dtype: str,
-        residual_bits: npt.ArrayLike,
+        residual_bits: npt.ArrayLike = 0,
     ) -> None:
         """Check and set every field, of a new plan and of a loaded one."""
         self.window = check_window(window)

@@ -20,7 +20,7 @@ from sketchssm.layer.checks import check_size
 from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.layer.recurrence import Tokens, check_choice, check_window
-from sketchssm.layer.residual import RESIDUAL_BITS
+from sketchssm.layer.residual import check_residual_bits
 from sketchssm.plans.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans
 from sketchssm.transformers.modeling import COMPILED, Call, RecurrentLayer, intercepted, layers
 from sketchssm.transformers.recording import host_inputs
@@ -106,7 +106,7 @@ def calibrate(
     >>> plans = sketchssm.transformers.calibrate(model, text, tokenizer=tokenizer, mean_rank=7)  # doctest: +SKIP
     >>> plans.save("plans.safetensors")  # doctest: +SKIP
     """
-    check_choice("residual_bits", residual_bits, RESIDUAL_BITS)
+    check_residual_bits(residual_bits)
     if method is None:
         method = "uniform" if residual_bits else "gradient"
     check_choice("method", method, METHODS)
