@@ -29,6 +29,7 @@ from sketchssm.calibrate.allocation import METHODS
 from sketchssm.cli.output import Output
 from sketchssm.layer.coefficients import DEFAULT_MAP, MAPS
 from sketchssm.layer.formats import FORMATS
+from sketchssm.layer.residual import RESIDUAL_BITS
 from sketchssm.study.tables import percent
 
 
@@ -207,9 +208,11 @@ def listed(options, calibrations):
     for family in options.systems:
         if family == "sketch":
             layer, window = next(iter(calibrations.values())).layer, options.window
-            for name, form in product(options.maps, options.formats):
+            for name, form, kept in product(options.maps, options.formats, options.residual_bits):
+                if kept and name != "subspace":  # other maps have no residuals
+                    continue
                 beside = [catalogue.rank_of_copy(layer, bits, window, name, form) for bits in options.copy_bits or ()]
-                settings = window, name, options.method, form
+                settings = window, name, options.method, form, kept
                 systems += catalogue.sketches(calibrations, [*options.ranks, *beside], *settings)
         else:
             systems += catalogue.baselines(calibrations, family, options.window)
@@ -248,6 +251,7 @@ def arguments(given=None):
     add("--copy-bits", nargs="*", type=float, help="also sketches of the traffic of copies of so many bits")
     add("--maps", nargs="+", choices=MAPS, default=(DEFAULT_MAP,), help="coefficient maps of sketches")
     add("--formats", nargs="+", choices=FORMATS, default=("bfloat16",), help="formats of sketches")
+    add("--residual-bits", nargs="+", type=int, choices=RESIDUAL_BITS, default=(0,), help="with the map subspace")
     add("--method", choices=METHODS, help="rank allocation, see sketchssm.allocate_ranks")
     add("--window", type=int, default=16, help="tokens from one flush to the next")
     add("--rank-max", type=int, help="largest rank of a head (default: a rank that fits the CUDA kernels)")

@@ -142,16 +142,17 @@ def rank_of_copy(layer, bits, window=16, map="ridge", sketch_dtype="bfloat16"):
     return (copy - token(0.0)) / (token(1.0) - token(0.0))  # bytes are linear in the rank
 
 
-def sketches(calibrations, ranks, window=16, map="ridge", method=None, sketch_dtype="bfloat16"):
+def sketches(calibrations, ranks, window=16, map="ridge", method=None, sketch_dtype="bfloat16", residual_bits=0):
     """Sketches of all layers under one budget, at each of several mean ranks."""
-    systems = []
+    systems, form = [], {"sketch_dtype": sketch_dtype, "residual_bits": residual_bits}
     for rank in ranks:
         scores = [calibration.scores for calibration in calibrations.values()]
-        ranked = ss.allocate_ranks(scores, rank, method, map=map, sketch_dtype=sketch_dtype)
+        ranked = ss.allocate_ranks(scores, rank, method, map=map, **form)
         family = f"sketch, {map} map" + ("" if sketch_dtype == "bfloat16" else f", {sketch_dtype}")
+        family += f", {residual_bits}-bit residual" if residual_bits else ""
         name = f"{family}, rank {round(rank, 1):g}"
         layers = {
-            place: sketch_system(ss.SketchPlan(calibration.basis, own, window, map, sketch_dtype), name)
+            place: sketch_system(ss.SketchPlan(calibration.basis, own, window, map, **form), name)
             for (place, calibration), own in zip(calibrations.items(), ranked.ranks, strict=True)
         }
         systems.append(ModelSystem(name, family, layers))
