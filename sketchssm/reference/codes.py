@@ -69,9 +69,9 @@ def sketched_read(form: SketchFormat, map: CoefficientMap, state: Array, omega: 
     rounded: they stay float64.
     """
     if map.name == "subspace":
-        rows = maps.subspace(state, omega).swapaxes(-1, -2)
-        sketch = rows @ state
-        return sketch.swapaxes(-1, -2) @ rows if form.top is None else _product(sketch, rows, form.top)
+        basis = maps.subspace(state, omega).swapaxes(-1, -2)
+        image = basis @ state
+        return image.swapaxes(-1, -2) @ basis if form.top is None else _product(image, basis, form.top)
     if form.top is not None and form.splits(map):
         columns, rows = split_form(state, omega, map.effective_ridge)
         return _product(columns.swapaxes(-1, -2), rows, form.top)
