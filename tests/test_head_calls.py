@@ -9,22 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from decode_systems import RANKS, SLOTS, SYSTEMS, WINDOW, head_of, maker
+from decode_systems import RANKS, SLOTS, WINDOW, head_of
 from samples import LAYERS, at, plan_of, relative, same, states_of, tokens_of
+from test_heads import make, system
 
 import sketchssm as ss
 from sketchssm.layer.recurrence import FULL_STATE, Tokens
 
-
-@pytest.fixture(params=SYSTEMS)
-def system(request):
-    return request.param
-
-
-@pytest.fixture
-def make(system, backend, layer):
-    """A function that makes equal heads."""
-    return maker(system, backend, layer)
+__all__ = ["make", "system"]  # fixtures
 
 
 class TestArrays:
@@ -291,9 +283,9 @@ class TestConstructors:
         where = "cpu" if backend == "auto" else backend
         why = "CuPy is not installed" if backend == "auto" else f"the head was made with backend='{backend}'"
         message = f"{name}: expected None on backend '{where}', as only 'cuda' has it ({why})"
-        for system in ("standard", "replay", "sketch"):
+        for each in ("standard", "replay", "sketch"):
             with pytest.raises(ValueError, match="^" + re.escape(message)):
-                head_of(system, plan_of(rng, LAYERS["gdn"]), 2, backend, **{name: "float32"})
+                head_of(each, plan_of(rng, LAYERS["gdn"]), 2, backend, **{name: "float32"})
 
     def test_what_a_head_tells(self, make, backend, layer):
         head = make()
