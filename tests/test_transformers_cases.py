@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from tiny_models import SETTINGS, TOLERANCE, assert_same, cache_argument, forward, generate, make, plain, prompt
+from tiny_models import SETTINGS, TOLERANCE, assert_same, call, forward, generate, make, plain, prompt
 
 import sketchssm as ss
 
@@ -32,13 +32,6 @@ def model(request):
 @pytest.fixture(scope="module")
 def qwen():
     return make("Qwen3_5")
-
-
-def call(model, ids, cache, start):
-    """Logits of some tokens after `start` others; Bamba has wrong positions unless it is told them, as by generate."""
-    told = {"position_ids": torch.arange(start, start + ids.shape[1])[None]} if "Bamba" in type(model).__name__ else {}
-    with torch.no_grad():
-        return model(ids, use_cache=True, **{cache_argument(model): cache}, **told).logits
 
 
 @pytest.mark.parametrize("length", (63, 64, 65))

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tiny_models import SETTINGS, cache_argument, forward, make, prompt, qwen
+from tiny_models import SETTINGS, call, forward, make, prompt, qwen
 
 import sketchssm as ss
 from sketchssm.layer.recurrence import Layer
@@ -33,17 +33,10 @@ def stepwise(model, plans, ids):
     """Log-probabilities ``(rows, tokens, vocabulary)`` of a prompt of one window, then of calls of one token. A head
     that decodes the first window from a zero state is exact there too, and flushes at its end.
     """
-    bamba = "Bamba" in type(model).__name__  # has wrong positions unless it is told them, as by generate
     with st.patch(model, plans, slots=len(ids), backend="cpu"):
         logits, cache = forward(model, ids[:, :WINDOW])
-        parts = [logits]
-        for i in range(WINDOW, ids.shape[1]):
-            positions = {"position_ids": torch.tensor([[i]])} if bamba else {}
-            with torch.no_grad():
-                parts.append(
-                    model(ids[:, i : i + 1], use_cache=True, **{cache_argument(model): cache}, **positions).logits
-                )
-    return torch.cat(parts, 1).double().log_softmax(-1)
+        parts = [call(model, ids[:, i : i + 1], cache, i) for i in range(WINDOW, ids.shape[1])]
+    return torch.cat([logits, *parts], 1).double().log_softmax(-1)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

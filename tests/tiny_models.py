@@ -122,6 +122,13 @@ def forward(model, ids, cache=None):
     return result.logits, result[cache_argument(model)]
 
 
+def call(model, ids, cache, start):
+    """Logits of some tokens after `start` others; Bamba has wrong positions unless it is told them, as by generate."""
+    told = {"position_ids": torch.arange(start, start + ids.shape[1])[None]} if "Bamba" in type(model).__name__ else {}
+    with torch.no_grad():
+        return model(ids, use_cache=True, **{cache_argument(model): cache}, **told).logits
+
+
 def generate(model, ids, tokens=8, past_key_values=None, **settings):
     if past_key_values is not None:
         settings[cache_argument(model)] = past_key_values
