@@ -32,7 +32,7 @@ from sketchssm.cpu.llvm import INT32, LANES
 from sketchssm.cpu.packed import BFLOAT, BITS, CODES, FACTORS, INT8, MAP, RANK, SCALES, SKETCH, field
 from sketchssm.cpu.simd import Pointer, bfloats, copy, floats, fma, int8s, load, splat, store, total
 from sketchssm.cpu.tiles import accumulate, add_product, dots, element, sums_of_lanes, zero_sums
-from sketchssm.layer.residual import STEPS
+from sketchssm.layer.residual import GAINS, STEPS
 
 __all__ = ["read_residual", "store_residual"]
 
@@ -42,8 +42,8 @@ CODE_ROWS = 8
 LEAST = 2.0**-120
 """A smaller scale counts as 0: float32 cannot hold its inverse."""
 
-DISTANCES = (0.0, *STEPS.values())
-"""Distance of neighbouring levels, by bits."""
+DISTANCES, LEVEL_GAINS = (0.0, *STEPS.values()), (1.0, *GAINS.values())
+"""Distance of neighbouring levels and their gain, by bits."""
 
 WORDS = ir.VectorType(INT32, LANES)
 BYTES = ir.VectorType(ir.IntType(8), LANES)
@@ -203,7 +203,7 @@ def store_residual(
     copy(buf, left, state, first, values * keys)
     accumulate(buf, left, keys, values, keys, buf, at.ones, buf, at.span, values, 1, buf, at.rows, keys, rank)
     down, across = left + values * keys, left + values * keys + values
-    step = DISTANCES[bits]
+    step, gain = DISTANCES[bits], LEVEL_GAINS[bits]
     place = slot * m.scales_stride + field(m, head, SCALES)
     for c in range(0, keys, LANES):
         store(buf, across + c, splat(np.float32(0.0)))
@@ -212,8 +212,10 @@ def store_residual(
         for c in range(left + v * keys, left + (v + 1) * keys, LANES):
             value = each * load(buf, c)
             squares = fma(value, value, squares)
-        buf[down + v] = step * math.sqrt(total(squares) / m.key_dim) / unit
+        buf[down + v] = gain * step * math.sqrt(total(squares) / m.key_dim) / unit
     _take_scales(m, buf, down, place, values)
+    for v in range(0, values, LANES):
+        store(buf, down + v, splat(np.float32(gain)) * load(buf, down + v))
     for v in range(values):
         each = splat(np.float32(step) * buf[down + v])
         for c in range(0, keys, LANES):

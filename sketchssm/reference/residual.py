@@ -3,10 +3,10 @@
 A head with residual bits reads ``S^T x ~ (U C + R) x``, with the codes R of ``S^T - U C``.
 
 **Codes.** A row's scale r is the root mean square of the row. A column's scale c is the root mean square of the column
-after all rows were divided by their scales. With the distance D of `sketchssm.layer.residual.STEPS`, an element x has
-the code ``floor(x / (D r c))``, clipped to b bits, and the value ``(code + 1/2) D r c``. Both scales are bfloat16
-numbers, and D is part of r. Codes are computed with the rounded scales. A row or column of zeros has scale 0; a state
-that is not finite has scales of NaN.
+after all rows were divided by their scales. With the distance D and the gain a of `sketchssm.layer.residual`, an
+element x has the code ``floor(x / (D r c))``, clipped to b bits, and the value ``(code + 1/2) a D r c``. Both scales are
+bfloat16 numbers, and a D is part of the stored r. Codes are computed with the rounded scales. A row or column of zeros
+has scale 0; a state that is not finite has scales of NaN.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.formats import SketchFormat
-from sketchssm.layer.residual import STEPS
+from sketchssm.layer.residual import GAINS, STEPS
 from sketchssm.reference.codes import sketched_read
 from sketchssm.reference.recurrence import Array
 
@@ -55,11 +55,11 @@ def encode_residual(residual: Array, bits: int) -> Residual:
     Residual
         Codes and scales.
     """
-    rows = _bfloat16(STEPS[bits] * np.sqrt(np.square(residual).mean(-1)))
-    share = _quotient(STEPS[bits] * residual, rows[..., :, None])
-    columns = _bfloat16(np.sqrt(np.square(share).mean(-2)))
+    rows = _bfloat16(STEPS[bits] * GAINS[bits] * np.sqrt(np.square(residual).mean(-1)))
+    steps = (rows / GAINS[bits])[..., :, None]
+    columns = _bfloat16(np.sqrt(np.square(_quotient(STEPS[bits] * residual, steps)).mean(-2)))
     half = 2 ** (bits - 1)
-    codes = np.floor(_quotient(residual, rows[..., :, None] * columns[..., None, :]))
+    codes = np.floor(_quotient(residual, steps * columns[..., None, :]))
     return Residual(np.clip(codes, -half, half - 1), rows, columns)
 
 
