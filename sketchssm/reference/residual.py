@@ -4,9 +4,9 @@ A head with residual bits reads ``S^T x ~ (U C + R) x``, with the codes R of ``S
 
 **Codes.** A row's scale r is the root mean square of the row. A column's scale c is the root mean square of the column
 after all rows were divided by their scales. With the distance D and the gain a of `sketchssm.layer.residual`, an
-element x has the code ``floor(x / (D r c))``, clipped to b bits, and the value ``(code + 1/2) a D r c``. Both scales are
-bfloat16 numbers, and a D is part of the stored r. Codes are computed with the rounded scales. A row or column of zeros
-has scale 0; a state that is not finite has scales of NaN.
+element x has the code ``floor(x / (D r c))``, clipped to b bits, and the value ``(code + 1/2) a D r c``. Both scales
+are bfloat16 numbers, and a D is part of the stored r. Codes are computed with the rounded scales. A row or column of
+zeros has scale 0; a state that is not finite has scales of NaN.
 """
 
 from __future__ import annotations
