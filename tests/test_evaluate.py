@@ -56,7 +56,8 @@ def energies(plan, tokens, coefficient_map=maps.coefficient_map):
             if rank != FULL_STATE:
                 omega, projection = (x[head, :, :rank].astype(np.float64) for x in (plan.omega, plan.projection))
                 coefficients = coefficient_map(plan.map, states, omega, projection)
-                sketch = states.swapaxes(-1, -2) @ omega
+                basis = coefficients.swapaxes(-1, -2) if plan.map.name == "subspace" else omega
+                sketch = states.swapaxes(-1, -2) @ basis
                 lost[head] += np.square(right - queries @ (sketch @ coefficients).swapaxes(-1, -2)).sum()
 
     walk(plan.layer, host_tokens(plan.layer, *tokens), plan.window, None, add)

@@ -371,5 +371,6 @@ def test_a_record_selects_its_map_and_parameters(name, rng):
         "lowrank": lambda: maps.lowrank_factors(states, omega, 2, 0.1).dense(),
         "prior": lambda: maps.prior_factors(states, omega, projection, 2, 0.001).dense(),
         "offline": lambda: np.stack([projection.T] * 3),
+        "subspace": lambda: maps.subspace(states, omega).swapaxes(-1, -2),
     }[name]()
     np.testing.assert_array_equal(maps.coefficient_map(map, states, omega, projection), want)

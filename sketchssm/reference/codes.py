@@ -69,7 +69,7 @@ def sketched_read(form: SketchFormat, map: CoefficientMap, state: Array, omega: 
     rounded: they stay float64.
     """
     if map.name == "subspace":
-        basis = maps.subspace(state, omega).swapaxes(-1, -2)
+        basis = maps.coefficient_map(map, state, omega, projection)
         image = basis @ state
         return image.swapaxes(-1, -2) @ basis if form.top is None else _product(image, basis, form.top)
     if form.top is not None and form.splits(map):

@@ -90,8 +90,10 @@ def coefficient_map(map: CoefficientMap, state: Array, omega: Array, projection:
     """Coefficient maps ``(..., G, K)`` of many states ``(..., K, V)`` of one head, as matrices.
 
     `omega` and `projection (K, G)` are the sketch basis and the shared projection Pi, in the form that the map reads
-    through.
+    through. For `subspace` the matrix belongs to a sketch through its own rows instead of `omega`.
     """
+    if map.name == "subspace":
+        return subspace(state, omega).swapaxes(-1, -2)
     if map.storage == "dense":
         return ridge_map(state, omega, map.effective_ridge)
     if map.storage == "factors":

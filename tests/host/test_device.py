@@ -351,8 +351,9 @@ def test_sanitizers_see(place, report):
 def test_kernels_under_sanitizers():
     """A part of tests/test_cuda_host.py: all kinds, all files of cuda_src/, three maps, small shapes."""
     suite = HERE.parent / "test_cuda_host.py"
-    tests = ("standard[host-float32-kda-64-bounded]", "replay[host-gdn-96-8-float16]")
-    tests += tuple(f"sketch[host-{case}-float32]" for case in ("gdn-96-offline", "mamba2-80-prior", "kda-64-ridge"))
+    sketches = "gdn-96-offline-float32", "mamba2-80-prior-float32", "kda-ridge-bfloat16"
+    tests = "standard[host-float32-float32-kda-64-bounded]", "replay[host-gdn-96-8-float16-float32]"
+    tests += tuple(f"sketch[host-{case}-float32]" for case in sketches)
     options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", *(f"{suite}::test_{test}" for test in tests))
     done = run_sanitized("-m", "pytest", *options)
     assert done.returncode == 0, done.stdout + done.stderr
