@@ -81,7 +81,10 @@ EVERYTHING = os.environ.get("SKETCHSSM_ALL_ARCHITECTURES") == "1"
 SPILL_OF_VARIANTS |= {name: most[EVERYTHING] for name, most in SPILL_OF_HIGH_RANKS.items()}
 EVERYWHERE = "small-4", "small-standard", "any"
 """How names begin whose variants are compiled for every architecture in any case."""
-LEFT_OUT = "kimi-linear-raw", "kimi-linear-bf16", "nemotron-3-super-bf16"
+LEFT_OUT = (
+    *("kimi-linear-raw", "kimi-linear-bf16", "kimi-linear-high-int8", "nemotron-3-super-bf16"),
+    *("nemotron-3-super-half", "qwen3-next-bf16", "qwen3-next-fp16", "qwen3-next-long", "small-8", "small-32"),
+)
 """How names begin whose variants are compiled with `EVERYTHING` alone."""
 
 
