@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from gpu.cuda_support import ReplayEngine, SketchEngine, StandardEngine, make_plan
 from host import compiler, standin
-from samples import gate_of
+from samples import gate_of, plan_of
 
 from sketchssm.cuda import common_rank
 from sketchssm.cuda.commits import COMMIT
@@ -46,6 +46,7 @@ SPILL_BYTES = {
     "read_draft": 216,
     "standard_draft": 8,
     "flush": 320,
+    "encode": 200,
     "slots": 0,
     "commit": 0,
     "copy": 0,
@@ -135,6 +136,10 @@ def variants():
     for name, kind in (("nemotron-3-super", "ridge"), ("qwen3-next", "ridge"), ("kimi-linear", "lowrank")):
         plan = make_plan(LAYERS[name], np.resize([7, 1, 16, 3], LAYERS[name].heads), rng, map=kind)
         engines[f"{name}-int8"] = SketchEngine(plan, 1, "int8")
+    for name in ("nemotron-3-super", "qwen3-next", "kimi-linear"):
+        bits = np.resize([2, 1, 3], LAYERS[name].heads)
+        plan = plan_of(rng, LAYERS[name], np.resize([4, 1, 8], bits.size), "subspace", residual_bits=bits)
+        engines[f"{name}-residual"] = SketchEngine(plan, 1, "int8")
     layer, stored = LAYERS["qwen3-next"], {"state_dtype": "float16"}
     plan = make_plan(layer, np.resize([7, 1, 16, 3], layer.heads), rng, map="ridge")
     engines |= {
@@ -152,7 +157,11 @@ def variants():
         plan = make_plan(LAYERS[name], np.resize([7, 35, 16, 19], LAYERS[name].heads), rng, map="ridge")
         flush = next(v for v in SketchEngine(plan, 1, stored).variants() if v.operation == "flush")
         chosen[f"{name}-{label}-flush"] = flush
-    drafts = {f"{name}_draft": draft_variant(v) for name, v in chosen.items() if v.operation == "read"}
+    drafts = {
+        f"{name}_draft": draft_variant(v)
+        for name, v in chosen.items()
+        if v.operation == "read" and "residual" not in name
+    }
     for name, v in chosen.items():
         if v.operation == "standard":
             drafts[f"{name}_draft"] = standard_draft_variant(v, 4)
@@ -212,7 +221,7 @@ def test_all_variants_compile(compiled):
             assert f"for 'sm_{sm}'" in log, name
 
 
-@pytest.mark.parametrize("operation", ["standard", "read", "flush", "read_draft", "standard_draft"])
+@pytest.mark.parametrize("operation", ["standard", "read", "flush", "encode", "read_draft", "standard_draft"])
 def test_sources_treat_sm_90_and_sm_100_alike(operation):
     conditions = re.findall(r"^#(?:el)?if (.*__CUDA_ARCH__.*)", source_text(operation), flags=re.MULTILINE)
     assert conditions

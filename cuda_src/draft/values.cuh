@@ -111,5 +111,5 @@ DEVICE void add_draft_values(const DraftBuffer& buffer, const TileHeads& heads, 
     }
     __syncwarp();
     add_values<GROUP>(buffer.sketches(), rank, buffer.value_half, buffer.count(), many, output, scratch.c,
-                      scratch.weight);
+                      scratch.weight, [](int, int) { return 0.f; });
 }

@@ -8,7 +8,7 @@
 
 constexpr int LARGEST_DRAFT =
     DraftBuffer::bytes(BOTH_HALVES, W - 1, W - 1 < MAX_DRAFTS ? W - 1 : MAX_DRAFTS,
-                       TILE_HEADS * sketch_elements(RANK_MAX));
+                       TILE_HEADS * sketch_elements(RANK_MAX, MAX_BITS));
 
 typedef PartHeader<DraftScratch> DraftMemory;
 constexpr int DRAFTS_OFFSET = (sizeof(DraftMemory) - 1) / 128 * 128;

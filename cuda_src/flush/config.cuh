@@ -4,6 +4,8 @@
 #include "flush/fragments.cuh"
 #include "slot/ring.cuh"
 
+#define SKETCHES (SKETCHED_HEADS > 0 && MAP != SUBSPACE)  // encode.cu sketches for the map subspace
+
 constexpr bool RAW_KEYS = ACT == BF16 && !CHANNEL_DECAYS;   // keys are operands as stored: no transform warps
 constexpr bool HIGH_RANKS = MAP == DENSE && RANK_MAX > 16;  // dense maps by a team of warps (map/blocks.cuh)
 
@@ -111,6 +113,6 @@ constexpr int EPILOGUE_WARPS = EPILOGUE_TEAMS * EPILOGUE_TEAM;
 constexpr bool SOLVER_IS_EPILOGUE = RAW_KEYS && !ERASES && !HIGH_RANKS && (ROW_BLOCKS + 2) * MIN_BLOCKS > 20;
 constexpr int SOLVER = ROW_BLOCKS, EPILOGUE = ROW_BLOCKS + !SOLVER_IS_EPILOGUE, PRODUCER = EPILOGUE + EPILOGUE_WARPS,
               FIRST_SKETCH_WARP = PRODUCER + 1,
-              FIRST_TRANSFORM_WARP = FIRST_SKETCH_WARP + (SKETCHED_HEADS ? GROUP_WARPS : 0),
+              FIRST_TRANSFORM_WARP = FIRST_SKETCH_WARP + (SKETCHES ? GROUP_WARPS : 0),
               WARPS = FOLD_WARPS_SKETCH ? PRODUCER
                                         : FIRST_TRANSFORM_WARP + (RAW_KEYS ? 0 : TRANSFORM_THREADS / 32);

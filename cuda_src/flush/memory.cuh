@@ -58,7 +58,7 @@ template <int STAGES, int SUMS> struct BlockMemoryOf {
     WarpMbarrier state_folded[STAGES][ROW_BLOCKS], state_empty[STAGES][ROW_BLOCKS];
     WarpMbarrier first_keys_full;
     TileScheduler queue;
-#if SKETCHED_HEADS
+#if SKETCHES
     SketchMemoryOf<SUMS> sketch;
     SketchBarriersOf<SUMS> sketch_barriers;
 #endif
@@ -78,7 +78,7 @@ template <int STAGES, int SUMS> struct BlockMemoryOf {
         for (ValueStage& stage : values) stage.full.init();
         for (auto& stage : rows)
             for (StateStage& block : stage) block.full.init();
-#if SKETCHED_HEADS
+#if SKETCHES
         sketch_barriers.init(team), sketch.basis.full.init(), sketch.init();
 #endif
     }

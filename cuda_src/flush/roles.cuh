@@ -113,7 +113,7 @@ DEVICE void fold_tile(const Flush& f, const FlushTile& tile, int n, StateStage& 
     fence_async_proxy();
     __syncwarp();
     if (FOLD_WARPS_SKETCH) rows.store(f.home(tile, block));
-    if (SKETCHED_HEADS && MAP != SHARED) rows.set_norm(squares);
+    if (SKETCHES && MAP != SHARED) rows.set_norm(squares);
     m.operands_empty[n % OPERAND_STAGES].arrive();
     if (!FOLD_WARPS_SKETCH) m.state_folded[n % STATE_STAGES][block].arrive();
     if (!f.takes_own() || by_token) return;
@@ -131,7 +131,7 @@ DEVICE void fold_tile(const Flush& f, const FlushTile& tile, int n, StateStage& 
 template <class Then>
 DEVICE void sketch_tile(const Flush& f, const FlushTile& tile, const int4& info, int n, int group, int member,
                         int& sketch_n, Then then) {
-#if SKETCHED_HEADS
+#if SKETCHES
     if (info.x > 0) {
         sketch_head(f.m.sketch, f.m.sketch_barriers, f.m.rows[n % STATE_STAGES], group, member,
                     f.packed(tile, info), info.x, sketch_n, then);
@@ -193,7 +193,7 @@ DEVICE void run_producer_warp(const Flush& f) {
         const state_t* from = f.home(tile, 0);
 #pragma unroll 1
         for (int block = 0; block < ROW_BLOCKS; block++, from += 16 * K) {
-            if (SKETCHED_HEADS && n >= STATE_STAGES)
+            if (SKETCHES && n >= STATE_STAGES)
                 f.m.state_empty[n % STATE_STAGES][block].wait(n / STATE_STAGES - 1);
             f.m.rows[n % STATE_STAGES][block].fetch(from);
         }
@@ -290,7 +290,7 @@ DEVICE void run_solver_or_epilogue_warp(const Flush& f, bool solves, int member)
                      m.transform[n % 2], gate, erased);
         m.solve_full[n % SOLVE_STAGES].arrive();
     };
-#if SKETCHED_HEADS
+#if SKETCHES
     int sketch_n = 0;
     const Team<EPILOGUE_TEAM> team{member % EPILOGUE_TEAM};
     auto head_at = [&](const FlushTile& tile) { return tile.exists() ? f.head(tile) : make_int4(0, 0, 0, 0); };
@@ -327,7 +327,7 @@ DEVICE void run_solver_or_epilogue_warp(const Flush& f, bool solves, int member)
                 if (RAW_KEYS) fetch_keys(f, tiles.ahead(KEY_STAGES), n + KEY_STAGES);
             }
         }
-#if SKETCHED_HEADS
+#if SKETCHES
         if (member < 0) continue;
         const int4 info = f.head(tiles.now), coming = head_at(tiles.ahead(1));
         if (info.x > 0) {

@@ -33,6 +33,12 @@ DEVICE void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, floa
           "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
 
+// d += a b, with unsigned bytes in a (16 x 32) and signed bytes in b (32 x 8).
+DEVICE void mma_codes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 // As mma_bf16, with fp16 operands.
 DEVICE void mma_half(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

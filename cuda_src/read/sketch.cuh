@@ -44,8 +44,17 @@ struct QuerySlices {
     }
 };
 
+// A query in slices, for residuals (read/residual.cuh); with SWIZZLED the outputs stay in registers.
+template <bool USED> struct ResidualScratch {
+    union {
+        alignas(16) signed char slices[2 * K];
+        float outputs[SWIZZLED ? 1 : V];
+    };
+};
+template <> struct ResidualScratch<false> {};
+
 // Small intermediate results in shared memory, one per warp.
-struct Scratch {
+struct Scratch : ResidualScratch<(RESIDUAL > 0)> {
     union {
         // <k_s, k_j>, last row <k_s, q>; padded against bank conflicts
         alignas(16) float product[MATRIX && ERASES ? 16 : 1][20];

@@ -46,7 +46,16 @@ struct BlockRows {
 };
 
 // The plan's entries for the heads of a tile.
-struct TileHeads {
+template <bool USED> struct TileBits {
+    int bits[TILE_HEADS];  // of residuals
+    DEVICE void load_bits(const int4& info, int h) { bits[h] = info.z; }
+    DEVICE int bits_of(int h) const { return bits[h]; }
+};
+template <> struct TileBits<false> {
+    DEVICE void load_bits(const int4&, int) {}
+    DEVICE int bits_of(int) const { return 0; }
+};
+struct TileHeads : TileBits<(RESIDUAL > 0)> {
     int rank[TILE_HEADS], projection[TILE_HEADS];  // rank 0: a full-state head
     int at[TILE_HEADS];  // offsets of their sketches in the tile's sketches
     int from, elements;  // offset of the tile's sketches in a slot, and their length
@@ -59,7 +68,8 @@ struct TileHeads {
             rank[h] = info.x, projection[h] = info.z;
             if (elements == 0) from = info.y;
             at[h] = elements;
-            elements += sketch_elements(info.x);
+            load_bits(info, h);
+            elements += sketch_elements(info.x, bits_of(h));
         }
     }
 };

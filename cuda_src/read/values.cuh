@@ -6,7 +6,7 @@
 // needs two of the eight columns, so up to four groups of 16 channels share an accumulator: each group's weights are in
 // the group's own columns, with zeros elsewhere.
 #pragma once
-#include "read/sketch.cuh"
+#include "read/residual.cuh"
 
 // Coefficients for the columns of a head's U: c = w z + F (B^T x).
 struct Coefficients {
@@ -49,7 +49,8 @@ DEVICE void multiply_codes(float (&sums)[4], u32 low, u32 high, const u32 (&weig
 
 // On the tensor cores. All heads of a tile have as many rows as the longest head. Missing rows repeat the newest value,
 // with weight 0.
-DEVICE void multiply_values(const TileBuffer& buffer, const TileHeads& heads, out_t* output, Scratch& scratch) {
+DEVICE void multiply_values(const TileBuffer& buffer, const TileHeads& heads, const ResidualShare& residual,
+                            out_t* output, Scratch& scratch) {
     constexpr int ROWS = 16 / TILE_HEADS,
                   SERVED = 4 / TILE_HEADS;  // rows of a head per product; channel groups per accumulator
     constexpr int APART = 16 * SERVED, SUMS = (V + APART - 1) / APART;  // channels of an accumulator; accumulators
@@ -142,7 +143,8 @@ DEVICE void multiply_values(const TileBuffer& buffer, const TileHeads& heads, ou
     out_t* const to = output + of * V + at + (OUT == FP32 ? r : 8 * (column % 2) + 2 * c);
 #pragma unroll
     for (int i = 0; i < SUMS; i++) {
-        const float x = sums[i][0] + sums[i][1], y = sums[i][2] + sums[i][3];
+        float x = sums[i][0] + sums[i][1], y = sums[i][2] + sums[i][3];
+        if (RESIDUAL) x += residual.of[i][0], y += residual.of[i][1];
         const bool own = sketched && (APART * (i + 1) <= V || APART * i + at < V);
         if constexpr (OUT == FP32) {
             if (own) to[APART * i] = x, to[APART * i + 8] = y;
@@ -158,15 +160,21 @@ template <int N, bool CODES = CODED> struct ColumnShare : Packed<SKETCH, N> {};
 template <int N> struct ColumnShare<N, true> : Codes<N> {};
 
 // Row by row, for other types: outputs of COUNT tokens of a head with `rank` columns in `u`, from their coefficients
-// c[t] and the weights of `tokens` tokens with values from `values` on. Output t goes to output + t * HEADS * V, for
-// the first `many`.
-template <int COUNT, class Coefficients, class Weights>
+// c[t] and the weights of `tokens` tokens with values from `values` on, and from `start(t, channel)`. Output t goes to
+// output + t * HEADS * V, for the first `many`.
+template <int COUNT, class Coefficients, class Weights, class Start>
 DEVICE void add_values(const sketch_t* u, int rank, const void* values, int tokens, int many, out_t* output,
-                       const Coefficients& c, const Weights& weights) {
+                       const Coefficients& c, const Weights& weights, const Start& start) {
     static_assert(TILE_HEADS == 1 || SWIZZLED || SKETCHED_HEADS == 0);
     typedef ValueShare Own;
     constexpr int UNROLL = COUNT > 1 ? 2 : 4;
-    float o[COUNT][Own::COUNT][Own::WIDTH] = {};
+    float o[COUNT][Own::COUNT][Own::WIDTH];
+#pragma unroll
+    for (int t = 0; t < COUNT; t++)
+#pragma unroll
+        for (int i = 0; i < Own::COUNT; i++)
+#pragma unroll
+            for (int n = 0; n < Own::WIDTH; n++) o[t][i][n] = Own::at(i) < V ? start(t, Own::at(i) + n) : 0.f;
     auto add = [&](const auto& x, float weight, float (&to)[Own::WIDTH]) {
 #pragma unroll
         for (int n = 0; n < Own::WIDTH; n++) to[n] += weight * x[n];
@@ -202,15 +210,22 @@ DEVICE void add_values(const sketch_t* u, int rank, const void* values, int toke
         }
 }
 
-DEVICE void read_values(const TileBuffer& buffer, const TileHeads& heads, out_t* output, Scratch& scratch) {
+DEVICE void read_values(const TileBuffer& buffer, const TileHeads& heads, const ResidualShare& residual, out_t* output,
+                        Scratch& scratch) {
     if constexpr (SWIZZLED) {
-        multiply_values(buffer, heads, output, scratch);
+        multiply_values(buffer, heads, residual, output, scratch);
     } else {
         const Coefficients coefficients(buffer, heads, scratch, 0);
         for (int j = threadIdx.x % 32; j < heads.rank[0]; j += 32)
             scratch.c[0][j] = coefficients.of(j, scratch.c[0][j]);
+#if RESIDUAL
+        residual.store(scratch.outputs);
+        auto start = [&](int, int channel) { return scratch.outputs[channel]; };
+#else
+        auto start = [](int, int) { return 0.f; };
+#endif
         __syncwarp();
         add_values<1>(buffer.sketches(), heads.rank[0], buffer.value_half, buffer.pos + 1, 1, output, scratch.c,
-                      scratch.weight);
+                      scratch.weight, start);
     }
 }

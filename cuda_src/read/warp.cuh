@@ -13,7 +13,7 @@
 #include "read/backward.cuh"
 #include "read/values.cuh"
 
-constexpr int LARGEST_TILE = TileBuffer::bytes(BOTH_HALVES, W - 2, TILE_HEADS * sketch_elements(RANK_MAX));
+constexpr int LARGEST_TILE = TileBuffer::bytes(BOTH_HALVES, W - 2, TILE_HEADS * sketch_elements(RANK_MAX, MAX_BITS));
 constexpr int MAX_WARPS = MATRIX && ERASES           ? 12
                           : SHARED_SCORES && V <= 64 ? 20
                                                      : 16;  // limited by registers; multiples of 4
@@ -162,7 +162,12 @@ DEVICE void read_whole_tiles(const TileReader& of, WarpMemory& memory, char* con
         if (MAP != DENSE && next.reads()) first_rows.load(arg, buffer, of.heads_of(next), 0);
         if (tile.reads()) {
             __syncwarp();
-            read_values(buffer, own, of.output(tile), memory.scratch);
+            ResidualShare residual;
+#if RESIDUAL
+            residual = read_residual(buffer, own, memory.scratch,
+                                     [&](int h, float(&x)[LK]) { effective_query(buffer, memory.scratch, h, x); });
+#endif
+            read_values(buffer, own, residual, of.output(tile), memory.scratch);
             __syncwarp();
         } else {
             of.write_zeros(tile);
@@ -222,7 +227,14 @@ DEVICE void read_tiles_in_halves(const TileReader& of, WarpMemory& memory, char*
         if constexpr (QUERY_SLICED) project_slices(arg, buffer, own, first_rows, second_rows, memory.scratch);
         else project_lanes<1>(arg, buffer, own, &x, memory.scratch.c, &memory.scratch.y);
         __syncwarp();
-        read_values(buffer, own, of.output(tile), memory.scratch);
+        ResidualShare residual;
+#if RESIDUAL
+        residual = read_residual(buffer, own, memory.scratch, [&](int, float(&query)[LK]) {
+#pragma unroll
+            for (int n = 0; n < LK; n++) query[n] = x[n];
+        });
+#endif
+        read_values(buffer, own, residual, of.output(tile), memory.scratch);
         __syncwarp();
         phase++;
         tile = next;

@@ -10,17 +10,26 @@
 //     Q (G, V)  |  B (G, K)   |  scale (G)        split form: C = W^T B and Q = U W^T, with W of map/dense.cuh
 //     U (G, V)  |  scale (G)
 //
-// All are padded to a multiple of ALIGN bytes: reads that copy whole memory lines are faster. Rows of U are swizzled
-// like values (slot/ring.cuh).
+// A residual (slot/residual.cuh) follows at the next multiple of 16 bytes. All are padded to a multiple of ALIGN bytes:
+// reads that copy whole memory lines are faster. Rows of U are swizzled like values (slot/ring.cuh).
 //
 // B~ = B - Pi Diag(w) L, with the paper's B = S Q / sqrt(mu). With B~, the map needs no L:
 // C x = w z + F (B~^T x), z = Pi^T x.
 //
+// The map subspace is a dense map: C is the adapted basis B.
+//
 // `heads[h]` is {rank (0 for a full-state head), offset in a slot, offset of its projection (G, K), offset of its
-// basis in fragments}; `order` lists the full-state heads, then the sketched ones.
+// basis in fragments}; with the map subspace, the residual's bits take the place of the projection.
+// `order` lists the full-state heads, then the sketched ones.
+//
+// -D RESIDUAL: bit b is set if some head has a residual of b bits. Without it no head has one.
 #pragma once
 #include "lib/common.cuh"
 
+#ifndef RESIDUAL
+#define RESIDUAL 0
+#endif
+constexpr int MAX_BITS = RESIDUAL & 8 ? 3 : RESIDUAL & 4 ? 2 : RESIDUAL & 2 ? 1 : 0;
 
 typedef Element<SKETCH>::type sketch_t;
 constexpr bool CODED = SKETCH == INT8;
@@ -32,13 +41,24 @@ constexpr int PIVOTS_2 = PIVOTS <= 1 ? 1 : PIVOTS <= 2 ? 2 : PIVOTS <= 4 ? 4 : 8
 
 DEVICE int pivots_of(int rank) { return MAP != FACTORS ? 0 : rank < PIVOTS ? rank : PIVOTS; }
 
-// Elements of a head's sketch and map, padded; 0 for a full-state head.
-DEVICE constexpr int sketch_elements(int rank) {
-    constexpr int LINE = ALIGN / static_cast<int>(sizeof(sketch_t)), EACH = sizeof(small_t) / sizeof(sketch_t);
+// Elements of a head's sketch and map, without padding.
+DEVICE constexpr int factor_elements(int rank) {
+    constexpr int EACH = sizeof(small_t) / sizeof(sketch_t);
     const int p = rank < PIVOTS ? rank : PIVOTS;
     const int small = (MAP == FACTORS ? rank * p + rank : 0) + (CODED ? rank + (MAP == FACTORS ? p : 0) : 0);
     const int map = MAP == FACTORS ? p * K : MAP == DENSE ? rank * K : 0;
-    return (rank * V + map + small * EACH + LINE - 1) / LINE * LINE;
+    return rank * V + map + small * EACH;
+}
+DEVICE constexpr int round_up(int x, int unit) { return (x + unit - 1) / unit * unit; }
+// Where a head's residual begins, in bytes.
+DEVICE constexpr int residual_at(int rank) {
+    return round_up(factor_elements(rank) * static_cast<int>(sizeof(sketch_t)), 16);
+}
+// Elements of a head in a slot, padded; 0 for a full-state head.
+DEVICE constexpr int sketch_elements(int rank, int bits) {
+    constexpr int SIZE = sizeof(sketch_t);
+    const int bytes = bits ? residual_at(rank) + V * K / 8 * bits + 2 * (V + K) : factor_elements(rank) * SIZE;
+    return round_up(bytes, ALIGN) / SIZE;
 }
 
 // Parts of a packed head behind U and the map's rows. Scales are factors of the numbers that `widen_codes` returns.

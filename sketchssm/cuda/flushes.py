@@ -13,7 +13,6 @@ from sketchssm.cuda.kernel_parameters import INPUTS, KERNELS
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.modules import size_of
 from sketchssm.cuda.pointer import Slots
-from sketchssm.cuda.workspaces import spans
 
 __all__ = ["Flushes"]
 
@@ -51,8 +50,6 @@ class Flushes:
         """Blocks, and a block's threads."""
         return min(self.blocks, batch * self._heads), self.threads
 
-    def rebuild(self, mode: int, slots: Slots, workspace: int) -> None:
+    def rebuild(self, mode: int, slots: Slots, rows: int, workspace: int) -> None:
         """Fold the rings of slots, or sketch their states, without tokens."""
-        for first, end in spans(slots.shape[0]):
-            grid, part, rows = self.grid(end - first), slots.rows(first, end), end - first
-            self.launches[mode](*grid, *NO_TOKENS, *part.arguments, rows, 0, 0, 0, 0, workspace)
+        self.launches[mode](*self.grid(rows), *NO_TOKENS, *slots.arguments, rows, 0, 0, 0, 0, workspace)

@@ -61,6 +61,7 @@ ACCEPTED = _parameters("const void* accepted", "int accepted_flags")
 KERNELS = {
     "read_step": _parameters(INPUTS, SLOTS, "int batch", "Schedule* schedule"),
     "flush_step": _parameters(INPUTS, SLOTS, "int batch ticks draft_tokens", LENGTHS, "Schedule* schedule"),
+    "encode_states": _parameters("int batch", "Schedule* schedule"),
     "read_draft": _parameters(INPUTS, TOKEN_STEPS, SLOTS, "int batch ticks tokens", LENGTHS),
     "standard_step": _parameters(INPUTS, TOKEN_STEPS, SLOTS, "int batch tokens"),
     "standard_draft": _parameters(INPUTS, TOKEN_STEPS, SLOTS, "int batch tokens", LENGTHS),

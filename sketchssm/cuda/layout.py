@@ -12,12 +12,16 @@ from sketchssm.cuda.constants import ALIGN, MAPS, TYPES
 from sketchssm.layer.coefficients import RIDGE_FLOOR
 from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, Layer
+from sketchssm.layer.residual import residual_bytes
 from sketchssm.plans.plan import SketchPlan
 
 __all__ = ["PackedPlan", "basis_fragments", "pack_full_state", "pack_plan"]
 
 ELEMENTS = {"bfloat16": "bfloat16", "float32": "float32", "int8": "uint8"}
 """Type of a slot's sketches in memory, by format."""
+
+RESIDUAL_ALIGN = 16
+"""Bytes: a residual begins at a multiple."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,8 @@ class PackedPlan:
     Attributes
     ----------
     heads : ndarray of int32, (heads, 4)
-        Rank (0: full state), offset in a slot's sketch, offset of the projection, offset of the basis fragments.
+        Rank (0: full state), offset in a slot's sketch, offset of the projection (with the map `subspace` the
+        residual's bits), offset of the basis fragments.
     order : ndarray of int32, (heads,)
         Full-state heads, then sketched ones.
     full_state : int
@@ -37,13 +42,15 @@ class PackedPlan:
     dtype : str
         Type of these elements; bytes for codes.
     projection : ndarray of float32
-        Rows ``Pi^T (G, K)`` of all sketched heads, one after the other.
+        Rows ``Pi^T (G, K)`` of all sketched heads, one after the other; none with the map `subspace`.
     basis : ndarray of uint16
         Bases as matrix operands, in bf16 slices.
     ridge : float
         Ridge of the map.
     constants : dict of str to int
         Constants of the map's kernels.
+    adapts : bool, default False
+        Whether the map is `subspace`, so that ``encode.cu`` sketches.
     """
 
     heads: npt.NDArray[np.int32]
@@ -55,6 +62,7 @@ class PackedPlan:
     basis: npt.NDArray[np.uint16]
     ridge: float
     constants: dict[str, int]
+    adapts: bool = False
 
 
 def basis_fragments(omega: npt.NDArray[Any], slices: int) -> npt.NDArray[np.uint16]:
@@ -84,28 +92,32 @@ def pack_plan(plan: SketchPlan, sketch_dtype: str) -> PackedPlan:
     if (plan.ranks == FULL_STATE).all():
         return pack_full_state(layer)
     dtype = ELEMENTS[form.name]
-    size, slices = np.dtype("uint16" if dtype == "bfloat16" else dtype).itemsize, 2 if dtype == "float32" else 1
+    item, slices = np.dtype("uint16" if dtype == "bfloat16" else dtype).itemsize, 2 if dtype == "float32" else 1
+    adapts = plan.map.name == "subspace"
     heads = np.zeros((layer.heads, 4), dtype=np.int32)
     projections: list[npt.NDArray[Any]] = [np.zeros(0, dtype=np.float32)]
     bases: list[npt.NDArray[Any]] = [np.zeros(0, dtype=np.uint16)]
     offset = rows = fragments = 0
-    align = ALIGN // size
     for head, rank in enumerate(map(int, plan.ranks)):
         if rank == FULL_STATE:
             continue
-        heads[head] = rank, offset, rows, fragments
-        elements = int(form.bytes(plan.map, rank, layer.key_dim, layer.value_dim)) // size
-        offset += -(-elements // align) * align
-        projections.append(np.ascontiguousarray(plan.projection[head, :, :rank].T).reshape(-1))
+        bits = int(plan.residual_bits[head])
+        size = int(form.bytes(plan.map, rank, layer.key_dim, layer.value_dim))
+        if bits:
+            size += -size % RESIDUAL_ALIGN + int(residual_bytes(bits, layer.key_dim, layer.value_dim))
+        heads[head] = rank, offset, bits if adapts else rows, fragments
+        offset += -(-size // ALIGN) * (ALIGN // item)
+        if not adapts:
+            projections.append(np.ascontiguousarray(plan.projection[head, :, :rank].T).reshape(-1))
+            rows += projections[-1].size
         bases.append(basis_fragments(plan.omega[head, :, :rank], slices).reshape(-1))
-        rows += projections[-1].size
         fragments += bases[-1].size // 4
     full_state = np.flatnonzero(plan.ranks == FULL_STATE)
     return PackedPlan(
         heads,
         np.concatenate([full_state, np.flatnonzero(plan.ranks != FULL_STATE)]).astype(np.int32),
         full_state.size,
-        max(offset, align),
+        max(offset, ALIGN // item),
         dtype,
         np.concatenate(projections),
         np.concatenate(bases),
@@ -115,7 +127,9 @@ def pack_plan(plan: SketchPlan, sketch_dtype: str) -> PackedPlan:
             "PIVOTS": plan.map.pivots or 1,
             "PRIOR": int(plan.map.name == "prior"),
             "SKETCH": TYPES[form.name],
-        },
+        }
+        | ({"RESIDUAL": sum({1 << int(bits) for bits in plan.residual_bits})} if plan.residual_bits.any() else {}),
+        adapts,
     )
 
 

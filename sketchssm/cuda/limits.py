@@ -14,7 +14,7 @@ __all__ = ["check_layer", "check_plan", "check_shared", "check_window", "shared_
 
 KEY_DIMS, VALUE_DIMS, WINDOWS = (64, 128), (64, 80, 96, 128), (4, 8, 16, 32)
 MAX_GROUP = 16
-KERNEL_MAPS = "ridge", "lowrank", "prior", "offline"
+MAX_SUBSPACE_RANK = 16
 SUPPORTED = (
     f"key_dim {KEY_DIMS}, value_dim {VALUE_DIMS}, 1 to {MAX_GROUP} value heads a key head, window {WINDOWS}, "
     f"up to {KERNEL_PIVOTS} pivots"
@@ -45,8 +45,11 @@ def check_plan(plan: SketchPlan) -> None:
     """Refuse a plan, or a plan's layer, that the kernels do not support."""
     check_layer(plan.layer)
     check_window(plan.window)
-    if plan.map.name not in KERNEL_MAPS:
-        raise UnsupportedError(f"map: the CUDA kernels have {', '.join(KERNEL_MAPS)}, got {plan.map.name!r}")
+    if plan.map.name == "subspace" and plan.ranks.max() > MAX_SUBSPACE_RANK:
+        raise UnsupportedError(
+            f"ranks: the CUDA kernels have ranks of up to {MAX_SUBSPACE_RANK} with the map 'subspace', got "
+            f"{plan.ranks.max()}"
+        )
     if (plan.map.pivots or 0) > KERNEL_PIVOTS:
         _refuse("pivots", plan.map.pivots)
 

@@ -13,6 +13,7 @@ from sketchssm.cuda.constants import DRAFT, FOLD, LOAD, MAPS, STEP, TYPES
 from sketchssm.cuda.copies import COPY
 from sketchssm.cuda.device_slots import DeviceSlots
 from sketchssm.cuda.direct import DirectStep
+from sketchssm.cuda.encodes import Encodes
 from sketchssm.cuda.flushes import Flushes
 from sketchssm.cuda.kernel_parameters import KERNELS, LENGTHS
 from sketchssm.cuda.layout import PackedPlan, pack_full_state, pack_plan
@@ -52,6 +53,8 @@ class WindowEngine:
         self.slots = slots = DeviceSlots(layer, num_slots, options, window, packed)
         self.arrays = DeviceArrays(layer, options, slots.overlaps)
         self.state, self.memory, self.drafts = slots.state, slots.memory, min(MAX_DRAFTS, window - 1)
+        if "RESIDUAL" in packed.constants:
+            self.drafts = 0
         self.copy, self.rejoin, self.left_out = slots.copy, slots.rejoin, slots.left_out
         self.reset, self.commit = slots.reset, slots.commit
         rows = packed.projection
@@ -61,7 +64,7 @@ class WindowEngine:
         self._projection = cupy.asarray(rows if rows.size else np.zeros(1, rows.dtype))
         self._basis = cupy.asarray(packed.basis if packed.basis.size else np.zeros(4, np.uint16))
         self._heads, self._order = cupy.asarray(packed.heads), cupy.asarray(packed.order)
-        self._kernels: tuple[Reads, Flushes] | None = None
+        self._kernels: tuple[Reads, Flushes, Encodes | None] | None = None
         self._draft_reads: DraftReads | None = None
         self._grids: dict[int, list[tuple[int, int]]] = {}  # of a step, by rows
         self._unsketched = False  # whether states were loaded before the flush kernel could be
@@ -78,7 +81,7 @@ class WindowEngine:
         return self.slots.position
 
     def variants(self) -> list[Variant]:
-        """Every kernel of a step: read and flush."""
+        """Every kernel of a step: read, flush, and encode if another kernel than the flush sketches."""
         import cupy
 
         packed, layer, arrays = self._packed, self.layer, self.arrays
@@ -93,12 +96,15 @@ class WindowEngine:
         raw_keys = constants["ACT"] == TYPES["bfloat16"] and not layer.channel_decays  # RAW_KEYS in flush/config.cuh
         blocks = blocks_per_multiprocessor(layer, raw_keys, constants["MAP"] == MAPS["dense"])
         pace = read_pace(cupy.cuda.Device().attributes)
-        flush = constants | {"PRIOR": prior, "MIN_BLOCKS": blocks}
-        return [Variant("read", constants | {"PACE": pace}), Variant("flush", flush)]
+        read, flush = constants | {"PACE": pace}, constants | {"PRIOR": prior, "MIN_BLOCKS": blocks}
+        if not packed.adapts:
+            return [Variant("read", read), Variant("flush", flush)]
+        flush = {name: number for name, number in flush.items() if name != "RESIDUAL"} | {"MAP": MAPS["subspace"]}
+        return [Variant("read", read), Variant("flush", flush), Variant("encode", constants)]
 
     def fit(self) -> None:
         """Refuse a device that is too small."""
-        check_shared(*self.variants())
+        check_shared(*self.variants()[:2])
 
     def warmup(self, activation_dtype: str | None = None, drafts: bool = False) -> None:
         """See `sketchssm.heads.engine.Engine`; kernels are compiled in parallel."""
@@ -111,29 +117,38 @@ class WindowEngine:
         if drafts:
             self._load_drafts()
 
-    def _prepare(self, late: bool = True) -> tuple[Reads, Flushes]:
+    def _prepare(self, late: bool = True) -> tuple[Reads, Flushes, Encodes | None]:
         """Load the kernels of a step, now that the activations' type is known; `late` warns if a step has to wait."""
         self.fit()  # a type that the first call has settled may take more room
         slots, packed = self.slots, self._packed
-        read, flush = self.variants()
-        modules = load(read, late=late), load(flush, late=late)
+        modules = [load(variant, late=late) for variant in self.variants()]
         slots.settle(str(self.arrays.activation_dtype))
         memory = self._memory()
         reads = Reads(modules[0], (*memory, self._heads, self._order), slots, packed.full_state, self._sketched)
         flushes = Flushes(modules[1], (*memory, self._basis, self._heads), slots, self.layer.heads, packed.ridge)
+        encodes = self._encodes(modules[2]) if packed.adapts else None
         no_draft = dict.fromkeys(("draft_tokens", *LENGTHS.names), "zero")
         launches = [
             (reads.launch, KERNELS["read_step"].given(scan_from="zero")),
             (flushes.launches[STEP], KERNELS["flush_step"].given(scan_from="zero", ticks="one", **no_draft)),
         ]
+        if encodes is not None:
+            launches.append((encodes.launch, KERNELS["encode_states"].names))
         self._direct = DirectStep(self.arrays, self.layer, launches, self.num_slots)
-        self._kernels = reads, flushes
+        self._kernels = reads, flushes, encodes
         if self._unsketched:
             self._unsketched = False
             self.arrays.device.synchronize()  # states may have been loaded on any stream
             self._rebuild(LOAD, self.arrays.all_slots(self.num_slots, self.num_slots))
             self.arrays.device.synchronize()  # the next call may be on any stream too
         return self._kernels
+
+    def _encodes(self, module: Any) -> Encodes:
+        slots, arguments = self.slots, list[Any]()
+        for array in (slots.state, self.memory["sketch"], slots.cursor):
+            arguments += part_of(array)
+        fixed = (*arguments, self._basis, self._heads, self._order)
+        return Encodes(module, fixed, self.layer.heads - self._packed.full_state)
 
     def _memory(self) -> list[Any]:
         """First arguments of all kernels of windows: the slots' memory, the gate, and the projection."""
@@ -153,7 +168,7 @@ class WindowEngine:
 
     def step(self, tokens: StepInputs, slots: Slots, out: Pointer) -> None:
         """See `sketchssm.heads.engine.Engine`."""
-        reads, flushes = self._kernels or self._prepare()
+        reads, flushes, encodes = self._kernels or self._prepare()
         batch, length = out.shape[:2]
         workspace, captured = self.slots.workspace()
         scratch = workspace.data.ptr
@@ -168,10 +183,12 @@ class WindowEngine:
                 inputs = *tokens.token(first, t), address, *tokens.row_strides, out.row, *part.arguments, rows
                 grids = self._grids.get(rows)
                 if grids is None:
-                    grids = self._grids[rows] = [reads.grid(rows), flushes.grid(rows)]
+                    grids = self._grids[rows] = [part.grid(rows) for part in (reads, flushes, encodes) if part]
                 try:
                     reads.launch(*grids[0], *inputs, scratch)
                     flushes.launches[STEP](*grids[1], *inputs, ticks, 0, 0, 0, scratch)
+                    if encodes is not None:
+                        encodes.launch(*grids[2], rows, scratch)
                 except BaseException:  # the next flush must not take the rows that this read has listed
                     workspace.fill(0)
                     raise
@@ -181,7 +198,7 @@ class WindowEngine:
 
     def draft(self, tokens: StepInputs, lengths: Slots | None, slots: Slots, out: Pointer) -> None:
         """See `sketchssm.heads.engine.ExactEngine`."""
-        reads, flushes = self._kernels or self._prepare()
+        reads, flushes, encodes = self._kernels or self._prepare()
         draft_reads = self._load_drafts()
         batch, length = out.shape[:2]
         scratch = self.slots.workspace()[0].data.ptr
@@ -192,6 +209,8 @@ class WindowEngine:
             draft = int(end == batch), length, *own  # the clock moves on after the last flush has looked at it
             checked = scratch + CHECKED_SLOTS, 0, 0, 0, rows, *draft  # slots as the flush leaves them
             flushes.launches[DRAFT](*flushes.grid(rows), *inputs, *part.arguments, rows, *draft, scratch)
+            if encodes is not None:
+                encodes.launch(*encodes.grid(rows), rows, scratch)
             draft_reads(*reads.grid(rows), *inputs, *tokens.steps, *checked)
 
     def load_state(self, state: Pointer, slots: Slots) -> None:
@@ -213,8 +232,13 @@ class WindowEngine:
 
     def _rebuild(self, mode: int, slots: Slots) -> None:
         """Fold the rings of slots, or sketch their states, without tokens."""
-        flushes = (self._kernels or self._prepare(late=False))[1]
-        flushes.rebuild(mode, slots, self.slots.workspace()[0].data.ptr)
+        _, flushes, encodes = self._kernels or self._prepare(late=False)
+        scratch = self.slots.workspace()[0].data.ptr
+        for first, end in spans(slots.shape[0]):
+            rows = end - first
+            flushes.rebuild(mode, slots.rows(first, end), rows, scratch)
+            if encodes is not None:
+                encodes.launch(*encodes.grid(rows), rows, scratch)
 
 
 class ReplayEngine(WindowEngine):

@@ -262,6 +262,12 @@ template <class T> const T& min(const T& a, const T& b) { return b < a ? b : a; 
 inline float rsqrtf(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }
+inline float __saturatef(float x) { return x > 0 ? std::fmin(x, 1.f) : 0.f; }
+inline float __fmaf_rd(float x, float y, float z) {
+    const double sum = static_cast<double>(x) * y + z;
+    const float rounded = static_cast<float>(sum);
+    return rounded > sum ? std::nextafter(rounded, -INFINITY) : rounded;
+}
 inline float __fdividef(float x, float y) { return x / y; }
 inline float __frcp_rn(float x) { return 1.f / x; }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }

@@ -53,6 +53,24 @@ void multiply_tf32(Post** lanes, unsigned) {
     multiply<MmaTf32>(lanes, a, b);
 }
 
+void multiply_codes(Post** lanes, unsigned) {
+    int a[16][32], b[32][8];
+    for (int lane = 0; lane < WARP; lane++) {
+        const auto* const mine = static_cast<const MmaCodes*>(lanes[lane]);
+        for (int i = 0; i < 4; i++) {
+            const int k = 4 * (lane % 4) + i;
+            for (int n = 0; n < 4; n++) a[lane / 4 + 8 * (n % 2)][k + 16 * (n / 2)] = mine->a[n] >> 8 * i & 255;
+            for (int n = 0; n < 2; n++) b[k + 16 * n][lane / 4] = static_cast<signed char>(mine->b[n] >> 8 * i & 255);
+        }
+    }
+    for (int lane = 0; lane < WARP; lane++)
+        for (int n = 0; n < 4; n++) {
+            int sum = 0;
+            for (int k = 0; k < 32; k++) sum += a[lane / 4 + 8 * (n / 2)][k] * b[k][2 * (lane % 4) + n % 2];
+            static_cast<MmaCodes*>(lanes[lane])->d[n] += sum;
+        }
+}
+
 void transpose(Post** lanes, unsigned) {
     for (int lane = 0; lane < WARP; lane++)
         for (int i = 0; i < 2; i++) {

@@ -26,6 +26,7 @@ inline float half_at(u32 pair, int i) {
 void multiply_bf16(Post** lanes, unsigned);
 void multiply_half(Post** lanes, unsigned);
 void multiply_tf32(Post** lanes, unsigned);
+void multiply_codes(Post** lanes, unsigned);
 void transpose(Post** lanes, unsigned);
 void load_transposed(Post** lanes, unsigned);
 
@@ -35,6 +36,11 @@ struct Mma : Post {
 };
 struct MmaTf32 : Post {
     float *d, a[4], b[2];
+};
+struct MmaCodes : Post {
+    int* d;
+    const u32* a;
+    u32 b[2];
 };
 struct Transpose : Post {
     u32 x, y;
@@ -59,6 +65,11 @@ inline void mma_half(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, HOST_PLAC
 
 inline void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1, HOST_PLACE) {
     host::MmaTf32 post{{host::multiply_tf32}, d, {a0, a1, a2, a3}, {b0, b1}};
+    host::meet_warp(~0u, post, where);
+}
+
+inline void mma_codes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, HOST_PLACE) {
+    host::MmaCodes post{{host::multiply_codes}, d, a, {b0, b1}};
     host::meet_warp(~0u, post, where);
 }
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, Layer
+from sketchssm.layer.residual import residual_bytes
 from sketchssm.plans import traffic
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.systems import System
@@ -127,9 +128,10 @@ def _sketch_bytes(plan: SketchPlan, on_device: bool, state_dtype: str) -> npt.ND
     """Bytes ``(heads,)`` of each head's sketch and map in a read; padding between heads does not count."""
     layer = plan.layer
     settings = (layer.kind, layer.key_dim, layer.value_dim, plan.ranks, plan.window, plan.map, state_dtype)
-    modelled = traffic.sketch_read(*settings, sketch_dtype=plan.sketch_dtype)
+    modelled = traffic.sketch_read(*settings, sketch_dtype=plan.sketch_dtype, residual_bits=plan.residual_bits)
     if not on_device:
         return modelled
     form = SketchFormat.of(plan.sketch_dtype)
     packed = form.bytes(plan.map, np.maximum(plan.ranks, 0), layer.key_dim, layer.value_dim)
+    packed += residual_bytes(plan.residual_bits, layer.key_dim, layer.value_dim)
     return np.where(plan.ranks == FULL_STATE, modelled, packed)

@@ -1,0 +1,302 @@
+// The sketch of one state through a basis adapted to it: B = orth(S S^T Omega), U = S^T B, by one block.
+//
+// All products use the tensor cores. S S^T Omega takes the state in bf16: its error turns the basis a little. U is of
+// the basis as stored, and takes the state in bf16 too, or for float32 sketches in two slices (2^-16). A residual knows
+// basis and U as they are stored.
+#pragma once
+#include "slot/codes.cuh"
+#include "slot/residual.cuh"
+
+constexpr int WARPS = V / 16, ENCODE_BLOCKS = 16 / WARPS;  // of a block; blocks of a multiprocessor
+constexpr int GROUP = 8;                                   // columns of the basis in one operand
+constexpr int RANKS = round_up(RANK_MAX, GROUP);
+constexpr float PIVOT_TOLERANCE = 3e-3f;  // as in sketchssm/reference/maps.py
+
+struct EncodeMemory {
+    union {
+        alignas(16) float parts[WARPS][GROUP][K];  // sums over each warp's rows
+        float gram[RANKS][RANKS + 1];
+    };
+    float rows[RANKS][K];          // of S S^T Omega, in turn with the basis
+    uint2 basis[RANKS][K / 4];     // as stored, in units of its scale: pairs of bf16; zeros past the rank
+    uint2 more[SKETCH == FP32 ? RANKS : 1][K / 4];  // second slices of a float32 basis
+    float columns[RANKS][V + 4];   // U; once it is stored, as stored, in units of its scale
+    float basis_scale[RANKS];
+    float scale[RANKS];            // of a column of U times its row of the basis
+    float power[WARPS];            // that scales a warp's rows
+};
+
+// Two bf16 slices of a pair.
+DEVICE u32 second_slice(float x, float y, u32 first) {
+    return floats_to_bf16(x - __uint_as_float(first << 16), y - __uint_as_float(first & 0xffff0000u));
+}
+
+// The power of two that brings a magnitude to [1, 2); 1 for 0 and for what is not finite.
+DEVICE float power_of(float most) {
+    const u32 exponent = __float_as_uint(most) >> 23;
+    return __uint_as_float((exponent == 0 || exponent == 255 ? 127 : min(max(254 - exponent, 2u), 252u)) << 23);
+}
+DEVICE float inverse_of(float power) { return __uint_as_float((254u << 23) - __float_as_uint(power)); }
+
+// Rows 16 w to 16 w + 15 of S^T, of warp w, in the order of operands: lane (r, c) has rows r and r + 8, and columns
+// 16 q + 4 c to 16 q + 4 c + 3 for all q. In products of 16 columns, columns 4 c and 4 c + 1 are the operand's columns
+// 2 c and 2 c + 1; 4 c + 2 and 4 c + 3 are 2 c + 8 and 2 c + 9.
+struct StateRows {
+    float of[2][K / 4];
+    float power;  // that brings the largest of the rows to [1, 2)
+
+    DEVICE void load(const state_t* home) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const state_t* const own = home + (16 * warp + lane / 4) * K + lane % 4 * 4;
+        Packed<STATE, 4> packed[2][K / 16];
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int q = 0; q < K / 16; q++) packed[half][q].load(own + half * 8 * K + 16 * q);
+        float most = 0;
+#pragma unroll
+        for (int i = 0; i < K / 2; i++) {
+            float& x = of[i / (K / 4)][i % (K / 4)];
+            x = packed[i / (K / 4)][i / 4 % (K / 16)][i % 4], most = fmaxf(most, fabsf(x));
+        }
+        power = power_of(warp_most(most));
+    }
+    // Two neighbours in bf16.
+    DEVICE u32 pair(int half, int q, int h) const {
+        return floats_to_bf16(of[half][4 * q + 2 * h], of[half][4 * q + 2 * h + 1]);
+    }
+    DEVICE void operand(u32 (&a)[4], int q) const {
+        a[0] = pair(0, q, 0), a[1] = pair(1, q, 0), a[2] = pair(0, q, 1), a[3] = pair(1, q, 1);
+    }
+    DEVICE void second_operand(u32 (&a)[4], const u32 (&first)[4], int q) const {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float* const x = &of[i % 2][4 * q + i / 2 * 2];
+            a[i] = second_slice(x[0], x[1], first[i]);
+        }
+    }
+};
+
+// This lane's four channels 16 q + 4 c, ... of a row of floats.
+DEVICE float4 load_four(const float* row, int q) {
+    return *reinterpret_cast<const float4*>(row + 16 * q + threadIdx.x % 4 * 4);
+}
+
+// A warp's part of S S^T Omega for GROUP columns of Omega, given as operands, times the square of the warp's power.
+DEVICE void multiply_twice(EncodeMemory& m, const StateRows& state, const uint2* omega) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    float u[4] = {};
+#pragma unroll
+    for (int q = 0; q < K / 16; q++) {
+        u32 a[4];
+        state.operand(a, q);
+        const uint2 b = omega[q * (SKETCH == FP32 ? 64 : 32) + lane];
+        mma_bf16(u, a, b.x, b.y);
+    }
+#pragma unroll
+    for (float& x : u) x = x * state.power * state.power;
+    // Rows 0 to 7 of the operand are the first slices of 8 columns of S^T Omega, rows 8 to 15 the second slices.
+    u32 a[4];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const u32 first = floats_to_bf16(u[2 * half], u[2 * half + 1]);
+        a[2 * half] = transpose_8x8(first);
+        a[2 * half + 1] = transpose_8x8(second_slice(u[2 * half], u[2 * half + 1], first));
+    }
+#pragma unroll
+    for (int q = 0; q < K / 16; q++) {
+        float x[4];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float d[4] = {};
+            mma_bf16(d, a, transpose_8x8(state.pair(0, q, h)), transpose_8x8(state.pair(1, q, h)));
+            x[2 * h] = d[0] + d[2], x[2 * h + 1] = d[1] + d[3];
+        }
+        *reinterpret_cast<float4*>(&m.parts[warp][lane / 4][16 * q + lane % 4 * 4]) = make_float4(x[0], x[1], x[2], x[3]);
+    }
+}
+
+// A row of shared memory, four floats a lane; zeros past K.
+DEVICE float4 load_row(const float* row) {
+    const int lane = threadIdx.x % 32;
+    return K == 128 || lane < K / 4 ? reinterpret_cast<const float4*>(row)[lane] : make_float4(0, 0, 0, 0);
+}
+
+// Row g of (D^-1/2 L^-1), for the Gram matrix L D L^T of m.rows: lane RANKS + j returns column j. A row
+// that depends on the rows before it is zero. By a whole warp; lane j has column j of the Gram matrix beside the unit
+// matrix.
+DEVICE float inverse_factor(const EncodeMemory& m, int rank, int g) {
+    const int lane = threadIdx.x % 32;
+    float column[RANKS];
+#pragma unroll
+    for (int i = 0; i < RANKS; i++)
+        column[i] = lane < RANKS ? m.gram[max(i, lane)][min(i, lane)] : i == lane - RANKS ? 1.f : 0.f;
+    float own = 0;
+#pragma unroll
+    for (int p = 0; p < RANKS; p++) {
+        if (p >= rank) break;
+        const float pivot = __shfl_sync(ALL, column[p], p), before = m.gram[p][p];
+        const float inverse = pivot > PIVOT_TOLERANCE * PIVOT_TOLERANCE * before ? 1.f / pivot : 0.f;
+        if (p == g) own = column[p] * sqrtf(inverse);
+#pragma unroll
+        for (int i = p + 1; i < RANKS; i++) column[i] -= __shfl_sync(ALL, column[i], p) * inverse * column[p];
+    }
+    return own;
+}
+
+// Rounds floats to codes of int8, in units of the code.
+template <int N> DEVICE void round_codes(float (&x)[N], float inverse) {
+#pragma unroll
+    for (float& y : x) y = (fmaf(y, inverse, 0x1.8p23f) - 0x1.8p23f) * CODE_UNIT;
+}
+
+// Stores row g of the basis, and keeps it as stored. By one warp, four channels a lane.
+DEVICE void store_basis(EncodeMemory& m, sketch_t* packed, int g, int rank, const float4& x) {
+    const int lane = threadIdx.x % 32;
+    const bool own = lane < K / 4;
+    float four[4] = {x.x, x.y, x.z, x.w};
+    if (g >= rank) {
+        if (own) m.basis[g][lane] = make_uint2(0, 0);
+        if (SKETCH == FP32 && own) m.more[g][lane] = make_uint2(0, 0);
+        return;
+    }
+    sketch_t* const to = packed + rank * V + g * K;
+    if constexpr (CODED) {
+        const float largest = warp_most(fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))));
+        const float inverse = inverse_scale(largest);
+        const float swapped[4] = {x.x, x.z, x.y, x.w};
+        if (own) reinterpret_cast<u32*>(to)[lane] = codes_of(swapped, inverse);
+        round_codes(four, inverse);
+        if (lane == 0) m.basis_scale[g] = scale_of(largest);
+    } else {
+        Packed<SKETCH, 4> rounded;
+        rounded.set(four);
+        if (own) rounded.store(to + 4 * lane);
+#pragma unroll
+        for (int i = 0; i < 4; i++) four[i] = rounded[i];
+        if (lane == 0) m.basis_scale[g] = 1;
+    }
+    const uint2 pairs = make_uint2(floats_to_bf16(four[0], four[1]), floats_to_bf16(four[2], four[3]));
+    if (own) m.basis[g][lane] = pairs;
+    if (SKETCH == FP32 && own)
+        m.more[g][lane] =
+            make_uint2(second_slice(four[0], four[1], pairs.x), second_slice(four[2], four[3], pairs.y));
+}
+
+// Stores B = orth(S S^T Omega) by rows; m.basis has it as stored. `omega` are operands (basis_fragments in
+// sketchssm/cuda/layout.py). Ends with a barrier of the block.
+//
+// The rows are orthonormalised through their Gram matrix. Rows that are almost parallel keep up to 0.06 of their
+// products; the residual makes up for it.
+DEVICE void adapt_basis(EncodeMemory& m, const StateRows& state, const uint2* omega, sketch_t* packed, int rank) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (lane == 0) m.power[warp] = state.power;
+#pragma unroll 1
+    for (int first = 0; first < rank; first += GROUP) {
+        multiply_twice(m, state, omega + first * (K / 16) * (SKETCH == FP32 ? 64 : 32) / GROUP);
+        __syncthreads();
+        float power = m.power[0], factors[WARPS];
+#pragma unroll
+        for (int w = 1; w < WARPS; w++) power = fminf(power, m.power[w]);
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) factors[w] = power * inverse_of(m.power[w]);
+        for (int i = threadIdx.x; i < GROUP * K / 4; i += 32 * WARPS) {
+            float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) {
+                const float4 x = reinterpret_cast<const float4*>(m.parts[w])[i];
+                const float factor = factors[w] * factors[w];
+                sum.x += factor * x.x, sum.y += factor * x.y, sum.z += factor * x.z, sum.w += factor * x.w;
+            }
+            reinterpret_cast<float4*>(m.rows[first])[i] = sum;
+        }
+        __syncthreads();
+    }
+#pragma unroll 1
+    for (int g = warp; g < rank; g += WARPS) {
+        const float4 own = load_row(m.rows[g]);
+#pragma unroll 1
+        for (int first = 0; first <= g; first += GROUP) {
+            float dots[GROUP];
+#pragma unroll
+            for (int j = 0; j < GROUP; j++) {
+                const float4 x = load_row(m.rows[min(first + j, g)]);
+                dots[j] = own.x * x.x + own.y * x.y + own.z * x.z + own.w * x.w;
+            }
+            const float dot = warp_sums(dots);
+            if (lane % (32 / GROUP) == 0) m.gram[g][first + lane / (32 / GROUP)] = dot;
+        }
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int g = warp; g < round_up(rank, GROUP); g += WARPS) {
+        float4 row = make_float4(0, 0, 0, 0);
+        if (g < rank) {
+            const float factors = inverse_factor(m, rank, g);
+#pragma unroll 1
+            for (int j = 0; j <= g; j++) {
+                const float factor = __shfl_sync(ALL, factors, RANKS + j);
+                const float4 x = load_row(m.rows[j]);
+                row.x += factor * x.x, row.y += factor * x.y, row.z += factor * x.z, row.w += factor * x.w;
+            }
+        }
+        store_basis(m, packed, g, rank, row);
+    }
+    __syncthreads();
+}
+
+// U of the warp's rows, in m.columns.
+DEVICE void multiply_basis(EncodeMemory& m, const StateRows& state, int rank) {
+    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, row = threadIdx.x / 32 * 16 + r;
+#pragma unroll 1
+    for (int first = 0; first < rank; first += GROUP) {
+        float sums[4] = {};
+#pragma unroll
+        for (int q = 0; q < K / 16; q++) {
+            u32 a[4];
+            state.operand(a, q);
+            const uint2 b = m.basis[first + r][4 * q + c];
+            if constexpr (SKETCH == FP32) {
+                const uint2 more = m.more[first + r][4 * q + c];
+                u32 rest[4];
+                state.second_operand(rest, a, q);
+                mma_bf16(sums, rest, b.x, b.y);
+                mma_bf16(sums, a, more.x, more.y);
+            }
+            mma_bf16(sums, a, b.x, b.y);
+        }
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int g = first + 2 * c + e % 2;
+            if (g < rank) m.columns[g][row + e / 2 * 8] = sums[e] * m.basis_scale[g];
+        }
+    }
+}
+
+// Stores U, and keeps it as stored. Ends with a barrier of the block.
+DEVICE void store_columns(EncodeMemory& m, const StateRows& state, sketch_t* packed, int rank) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    multiply_basis(m, state, rank);
+    __syncthreads();
+    const SmallPart<small_t> small(packed, rank);
+#pragma unroll 1
+    for (int g = warp; g < rank; g += WARPS) {
+        if constexpr (CODED) {
+            float most = 0;
+            for (int v = lane; v < V; v += 32) most = fmaxf(most, fabsf(m.columns[g][v]));
+            const float inverse = inverse_scale(warp_most(most));
+            const float scale = m.basis_scale[g] * store_column_codes(m.columns[g], g, packed);
+            __syncwarp();
+            for (int v = lane; v < V; v += 32) m.columns[g][v] = (fmaf(m.columns[g][v], inverse, 0x1.8p23f) - 0x1.8p23f) * CODE_UNIT;
+            if (lane == 0) m.scale[g] = small.scale[g] = scale;
+        } else {
+            for (int v = lane; v < V; v += 32) {
+                const sketch_t rounded = narrow<SKETCH>(m.columns[g][v]);
+                packed[g * V + (v ^ swizzle(g))] = rounded;
+                m.columns[g][v] = widen<SKETCH>(rounded);
+            }
+            if (lane == 0) m.scale[g] = 1;
+        }
+    }
+    __syncthreads();
+}

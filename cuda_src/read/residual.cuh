@@ -1,0 +1,142 @@
+// Products of a tile's residuals with the effective queries, on the tensor cores: codes of 8 bits with the query as two
+// slices of 8 bits (to 2^-16 of its largest channel). The sums are integers, so they are exact.
+#pragma once
+#include "read/sketch.cuh"
+#include "slot/residual.cuh"
+
+// How a warp's lanes share the outputs of a tile, as in multiply_values: lane (r, c) has channels r and r + 8 of block
+// SERVED i + c / TILE_HEADS of 16 rows, of head c % TILE_HEADS of the tile.
+struct ResidualShare {
+    static constexpr int SERVED = 4 / TILE_HEADS, BLOCKS = V / 16, COUNT = (BLOCKS + SERVED - 1) / SERVED;
+    float of[COUNT][2];
+
+    // All channels of a tile of one head.
+    DEVICE void store(float* to) const {
+        static_assert(TILE_HEADS == 1 || SWIZZLED || SKETCHED_HEADS == 0);
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const int first = 16 * (i * SERVED + lane % 4 / TILE_HEADS) + lane / 4;
+            if (V % (16 * SERVED) == 0 || first < V) to[first] = of[i][0], to[first + 8] = of[i][1];
+        }
+    }
+};
+
+constexpr float SLICE = 127, NEXT_SLICE = 254;  // largest number of a slice; units of the next slice in a unit
+
+// The query times the columns' scales, in slices; LK channels a lane. Returns the slices' unit, and the sum of the
+// channels in this unit.
+DEVICE float2 slice_query(float (&x)[LK], signed char* slices) {
+    float most = 0, sum = 0;
+#pragma unroll
+    for (int n = 0; n < LK; n++) most = fmaxf(most, fabsf(x[n]));
+    most = warp_most(most);
+    const float inverse = most > 0.f ? __fdividef(SLICE, most) : 0.f;
+    u32 words[2] = {};
+#pragma unroll
+    for (int n = 0; n < LK; n++) {
+        // 1.5 * 2^23 has a unit of 1: the low byte of a sum with it is the nearest integer, in two's complement
+        const float first = fmaf(x[n], inverse, 0x1.8p23f), high = first - 0x1.8p23f;
+        const float second = fmaf(fmaf(x[n], inverse, -high), NEXT_SLICE, 0x1.8p23f), low = second - 0x1.8p23f;
+        words[0] |= (__float_as_uint(first) & 0xff) << (8 * n);
+        words[1] |= (__float_as_uint(second) & 0xff) << (8 * n);
+        sum += high + low * (1 / NEXT_SLICE);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        // channels 16 q + 4 c to 16 q + 4 c + 3 are word q of lanes (r, c)
+        const int channel = threadIdx.x % 32 * LK;
+        signed char* const to = slices + i * K + channel / 4 % 4 * (K / 4) + channel / 16 * 4 + channel % 4;
+        if constexpr (LK == 4) *reinterpret_cast<u32*>(to) = words[i];
+        else *reinterpret_cast<u16*>(to) = static_cast<u16>(words[i]);
+    }
+    return make_float2(most * (1 / SLICE), warp_sum(sum));
+}
+
+// Adds head h's residual times the effective query x to the outputs.
+template <int BITS>
+DEVICE void multiply_residual(ResidualShare& out, const char* codes, int h, float (&x)[LK], signed char* slices) {
+    constexpr int STEPS = K / 32;
+    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
+    const u16* const scales = scales_of(codes, BITS);
+    Packed<BF16, LK> columns;
+    columns.load(scales + V + lane * LK);
+#pragma unroll
+    for (int n = 0; n < LK; n++) x[n] *= columns[n];
+    const float2 unit = slice_query(x, slices);
+    __syncwarp();
+    uint2 query[STEPS];  // even columns of the right operand hold the first slice, odd columns the second
+    const uint4* const own = reinterpret_cast<const uint4*>(slices + r % 2 * K + c * (K / 4));
+#pragma unroll
+    for (int i = 0; i < STEPS / 2; i++) {
+        const uint4 four = own[i];
+        query[2 * i] = make_uint2(four.x, four.y), query[2 * i + 1] = make_uint2(four.z, four.w);
+    }
+    const float zero = ((1 << (BITS - 1)) - 0.5f) * unit.y;
+#pragma unroll
+    for (int i = 0; i < ResidualShare::COUNT; i++) {
+        int sums[4] = {};
+#pragma unroll
+        for (int j = 0; j < ResidualShare::SERVED; j++) {
+            const int block = i * ResidualShare::SERVED + j;
+            if (block >= ResidualShare::BLOCKS) continue;
+            BlockCodes<BITS> rows;
+            rows.load(codes, block);
+            int d[4] = {};
+#pragma unroll
+            for (int step = 0; step < STEPS; step++) {
+                const u32 a[4] = {rows.of(2 * step), rows.of(ROW_REGISTERS + 2 * step), rows.of(2 * step + 1),
+                                  rows.of(ROW_REGISTERS + 2 * step + 1)};
+                mma_codes(d, a, query[step].x, query[step].y);
+            }
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                if (c / TILE_HEADS == j) sums[e] = d[e];
+        }
+        const int first = 16 * (i * ResidualShare::SERVED + c / TILE_HEADS) + r;
+        if (c % TILE_HEADS != h || (V % (16 * ResidualShare::SERVED) && first >= V)) continue;
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            out.of[i][half] = widen<BF16>(scales[first + 8 * half]) * unit.x *
+                              (sums[2 * half] + sums[2 * half + 1] * (1 / NEXT_SLICE) - zero);
+    }
+    __syncwarp();  // before the next query is stored
+}
+
+// Outputs of a tile's residuals; `query(h, x)` gets this lane's channels of a head's effective query.
+template <class Buffer, class Query>
+DEVICE ResidualShare read_residual(const Buffer& buffer, const TileHeads& heads, ResidualScratch<true>& scratch,
+                                   const Query& query) {
+    ResidualShare out{};
+#pragma unroll
+    for (int h = 0; h < TILE_HEADS; h++) {
+        const char* const codes =
+            reinterpret_cast<const char*>(buffer.sketches() + heads.at[h]) + residual_at(heads.rank[h]);
+        with_bits(heads.bits_of(h), [&](auto bits) {
+            float x[LK];
+            query(h, x);
+            multiply_residual<decltype(bits)::VALUE>(out, codes, h, x, scratch.slices);
+        });
+    }
+    return out;
+}
+
+// This lane's channels of head h's effective query on the tensor-core path (MATRIX), once the weights are known.
+DEVICE void effective_query(const TileBuffer& buffer, const Scratch& scratch, int h, float (&x)[LK]) {
+    const int lane = threadIdx.x % 32;
+    Packed<ACT, LK> query;
+    query.load(buffer.query() + lane * LK);
+#pragma unroll
+    for (int n = 0; n < LK; n++) x[n] = query[n];
+    if constexpr (ERASES)
+#pragma unroll 4
+        for (int s = 0; s <= buffer.pos; s++) {
+            Packed<ACT, LK> key;
+            key.load(buffer.key(s) + lane * LK);
+            const float part = scratch.query_part[h][s];
+#pragma unroll
+            for (int n = 0; n < LK; n++) x[n] -= part * key[n];
+        }
+#pragma unroll
+    for (int n = 0; n < LK; n++) x[n] *= scratch.window_decay[h];
+}

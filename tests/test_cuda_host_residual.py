@@ -1,0 +1,220 @@
+"""Adapted bases and residuals in few bits on the CUDA backend: what is stored, and reads."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from host import fixtures
+from samples import at, plan_of, relative, states_of, tokens_of
+
+import sketchssm as ss
+from sketchssm.cuda.layout import pack_plan
+from sketchssm.layer.checks import UnsupportedError
+from sketchssm.layer.recurrence import FULL_STATE, Layer
+from sketchssm.layer.residual import STEPS
+from sketchssm.reference import maps
+from sketchssm.reference.residual import encode_residual
+
+cupy = fixtures.of_kernels
+pytestmark = pytest.mark.usefixtures("cupy")
+
+LAYERS = {
+    "mamba2": Layer("mamba2", 4, 128, 64, 2),
+    "gdn": Layer("gdn", 4, 128, 80, 2),
+    "kda": Layer("kda", 4, 64, 96, 4),
+}
+RANKS, BITS = [2, 3, FULL_STATE, 11], [1, 2, 0, 3]
+SKETCHED = 0, 1, 3
+FORMS = "int8", "bfloat16", "float32"
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def residual_plan(rng, kind, **settings):
+    settings = {"map": "subspace", "window": 4, "residual_bits": BITS} | settings
+    return plan_of(rng, LAYERS[kind], RANKS, **settings)
+
+
+def rounded(tokens):
+    """Tokens whose activations bf16 holds."""
+    return tokens._replace(**{name: getattr(tokens, name).astype(BFLOAT16).astype(np.float32) for name in "qkv"})
+
+
+def narrow(tokens):
+    return tokens._replace(**{name: getattr(tokens, name).astype(BFLOAT16) for name in "qkv"})
+
+
+def head_on_cuda(plan, activation="float32", **options):
+    return ss.SketchHead(plan, 4, "cuda", activation_dtype=activation, output_dtype="float32", **options)
+
+
+def stored(head, plan, form, slot, which):
+    """Columns U (G, V), rows B (G, K), codes (V, K), scales of rows and columns of one head, as a slot stores them."""
+    layer, packed = plan.layer, pack_plan(plan, form)
+    rank, offset = packed.heads[which, :2]
+    key, value, bits = layer.key_dim, layer.value_dim, BITS[which]
+    memory = head._engine.memory["sketch"][slot]
+    memory = np.ascontiguousarray(memory.get() if hasattr(memory, "get") else memory)
+    raw = memory[offset:].view(np.uint8)
+    if form == "int8":
+        codes = raw[: rank * (value + key)]
+        numbers = np.where(codes > 127, -1.0, 1.0) * (codes & 127) / 64
+        u, b = numbers[: rank * value].reshape(rank, value), numbers[rank * value :].reshape(rank, key)
+        b = b.reshape(rank, -1, 4)[:, :, [0, 2, 1, 3]].reshape(rank, key)
+        sizes = np.maximum(np.linalg.norm(b, axis=1, keepdims=True), 1e-30)
+        u, b = sizes * u * raw[codes.size : codes.size + 4 * rank].view(np.float32)[:, None], b / sizes
+        size = codes.size + 4 * rank
+    else:
+        kind = BFLOAT16 if form == "bfloat16" else np.dtype(np.float32)
+        size = rank * (value + key) * kind.itemsize
+        numbers = raw[:size].view(kind).astype(np.float64)
+        u, b = numbers[: rank * value].reshape(rank, value), numbers[rank * value :].reshape(rank, key)
+    raw = raw[-(-size // 16) * 16 :]
+    codes, first = np.zeros((value, key), int), 0
+    for shift, width in ((0, 1),) if bits == 1 else ((0, 2),) if bits == 2 else ((0, 2), (2, 1)):
+        words = key * width // 64
+        plane = raw[first : first + key * value * width // 8].reshape(value // 16, 8, 4, words, 4)  # block r c p byte
+        first += plane.size
+        for register in range(key // 8):
+            bytes_of = plane[..., register * width // 8, :] >> (width * (register % (8 // width)))
+            half, q = divmod(register, key // 16)
+            for r in range(8):
+                for c in range(4):
+                    columns = slice(16 * q + 4 * c, 16 * q + 4 * c + 4)
+                    codes[8 * half + r :: 16, columns] |= (bytes_of[:, r, c] & (2**width - 1)).astype(int) << shift
+    scales = raw[first : first + 2 * (value + key)].view(BFLOAT16).astype(np.float64)
+    return u, b, codes - 2 ** (bits - 1), scales[:value], scales[value:]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_what_is_stored_and_that_reads_are_products_with_it(kind, form):
+    rng = np.random.default_rng(2)
+    layer, plan = LAYERS[kind], residual_plan(rng, kind)
+    head = head_on_cuda(plan, sketch_dtype=form)
+    state, tokens = states_of(rng, layer, 2), rounded(tokens_of(rng, layer, 2, 1))
+    head.load_state(state, slots=[3, 0])
+    output = np.asarray(head.step(*tokens, slots=[3, 0]))
+    for row, slot in enumerate((3, 0)):
+        for which in SKETCHED:
+            s = state[row, which].astype(np.float64)  # (V, K)
+            omega = plan.omega[which, :, : RANKS[which]]
+            u, b, codes, rows, columns = stored(head, plan, form, slot, which)
+            # The singular values of these states span six decades: rows of S S^T Omega are almost parallel, and their
+            # Gram matrix in float32 leaves up to 0.06 of their products; a row may count as dependent.
+            gram = b @ b.T
+            assert np.linalg.norm(gram - np.diag(np.diag(gram).round())) < 0.1
+            left = [np.linalg.norm(s - s @ x.T @ x) for x in (b, maps.subspace(s.T, omega).T)]
+            assert left[0] < 1.2 * left[1]
+            # U in two slices, and as rounded: int8 by 1/254 of the largest, bf16 by 2^-9
+            assert relative(u.T, s @ b.T) < {"int8": 1e-2, "bfloat16": 2.0**-8, "float32": 1e-4}[form]
+            want = encode_residual(s - u.T @ b, BITS[which])
+            assert (codes != want.codes).mean() < 5e-3  # numbers at the edge of two levels; most measured: 2.1e-3
+            np.testing.assert_allclose(rows, want.rows, rtol=2.0**-7)  # float32's errors tip a rounding to bf16
+            np.testing.assert_allclose(columns, want.columns, rtol=2.0**-5)  # small differences of large numbers
+            matrix = u.T @ b + (codes + 0.5) * rows[:, None] * columns
+            q, k, v = (
+                np.float64(x[row, 0, i])
+                for x, i in ((tokens.q, which // layer.group), (tokens.k, which // layer.group), (tokens.v, which))
+            )
+            weight = (k @ q) * (np.float64(tokens.beta[row, 0, which]) if layer.erases else 1)
+            x = np.exp(np.float64(tokens.g[row, 0, which])) * (q - weight * k if layer.erases else q)
+            # the query in two slices of 8 bits, or of bf16: 2^-16 of its largest channel
+            assert relative(output[row, 0, which], matrix @ x + weight * v) < 3e-4
+
+
+@pytest.mark.parametrize("form", FORMS[:2])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_reads_of_bf16_activations_and_of_float32_ones_agree(kind, form):
+    rng = np.random.default_rng(3)
+    layer, plan = LAYERS[kind], residual_plan(rng, kind)
+    wide, tight = head_on_cuda(plan, sketch_dtype=form), head_on_cuda(plan, "bfloat16", sketch_dtype=form)
+    state, tokens = states_of(rng, layer, 2), rounded(tokens_of(rng, layer, 2, 3))
+    outputs = []
+    for head, given in ((wide, tokens), (tight, narrow(tokens))):
+        head.load_state(state, slots=[1, 2])
+        outputs.append(head.step(*given, slots=[1, 2], out=np.zeros(tokens.v.shape, np.float32)))
+    assert relative(outputs[1], outputs[0]) < 1e-4  # the same stored numbers; queries and weights to 2^-16
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_errors_are_the_references_over_several_windows(kind):
+    rng = np.random.default_rng(4)
+    layer, plan = LAYERS[kind], residual_plan(rng, kind, sketch_dtype="int8")
+    state, tokens = states_of(rng, layer, 2), rounded(tokens_of(rng, layer, 2, 19))
+    exact = ss.StandardHead(layer, 2, "reference")
+    exact.load_state(state)
+    truth, errors = exact.step(*tokens), []
+    for head in (head_on_cuda(plan, "bfloat16"), ss.SketchHead(plan, 4, "reference")):
+        head.load_state(state, slots=[3, 0])
+        out = np.zeros(tokens.v.shape, np.float32)
+        output = head.step(*(narrow(tokens) if head.backend == "cuda" else tokens), slots=[3, 0], out=out)
+        errors.append([relative(output[:, :, which], truth[:, :, which]) for which in SKETCHED])
+        assert relative(output[:, :, 2], truth[:, :, 2]) < 1e-5  # the full-state head
+        assert relative(output[:, 3::4], truth[:, 3::4]) < 1e-5  # flushes
+    np.testing.assert_allclose(*errors, rtol=0.2)  # another basis; measured: 0.12
+
+
+def test_copies_snapshots_flushes_and_resets_carry_residuals():
+    rng = np.random.default_rng(5)
+    layer, plan = LAYERS["gdn"], residual_plan(rng, "gdn", sketch_dtype="int8")
+    head, twin = head_on_cuda(plan, "bfloat16"), head_on_cuda(plan, "bfloat16")
+    tokens = narrow(tokens_of(rng, layer, 1, 9))
+    first, rest = at(tokens, np.s_[:, :6]), at(tokens, np.s_[:, 6:])
+    for each in (head, twin):
+        each.load_state(states_of(np.random.default_rng(6), layer, 1), slots=[0])
+        each.step(*first, slots=[0])
+    head.copy([0], [2])
+    kept = head.snapshot([2])
+    head.reset([2])
+    head.restore(kept, [3])
+    want = np.asarray(twin.step(*rest, slots=[0]))
+    np.testing.assert_array_equal(head.step(*rest, slots=[3]), want)
+    head.restore(kept, [1])
+    head.flush([1])
+    head.load_state(np.asarray(head.state)[1:2], slots=[2])
+    np.testing.assert_array_equal(head.step(*rest, slots=[1]), head.step(*rest, slots=[2]))
+    head.reset([0])
+    assert not np.asarray(head.step(*at(rest._replace(v=0 * rest.v), np.s_[:, :1]), slots=[0])).any()
+
+
+@pytest.mark.parametrize("scale", [2.0**-70, 2.0**60])
+def test_states_of_any_size(scale):
+    rng = np.random.default_rng(7)
+    layer, plan = LAYERS["mamba2"], residual_plan(rng, "mamba2", sketch_dtype="int8")
+    heads = [head_on_cuda(plan) for _ in range(2)]
+    state, tokens = states_of(rng, layer, 1), rounded(tokens_of(rng, layer, 1, 1))
+    tokens = tokens._replace(v=0 * tokens.v)
+    outputs = []
+    for head, factor in zip(heads, (1, scale), strict=True):
+        head.load_state((factor * state).astype(np.float32), slots=[0])
+        outputs.append(np.asarray(head.step(*tokens, slots=[0])) / factor)
+    np.testing.assert_allclose(outputs[1], outputs[0], rtol=1e-6)
+
+
+def test_a_state_that_is_not_finite_stays_in_its_slot():
+    rng = np.random.default_rng(8)
+    layer, plan = LAYERS["gdn"], residual_plan(rng, "gdn", sketch_dtype="int8")
+    head, twin = head_on_cuda(plan, "bfloat16"), head_on_cuda(plan, "bfloat16")
+    tokens, state = narrow(tokens_of(rng, layer, 2, 7)), states_of(rng, layer, 2)
+    bad = tokens.v.copy()
+    bad[0, 1, 3, 5] = np.inf
+    outputs = []
+    for each, values in ((head, bad), (twin, tokens.v)):
+        each.load_state(state, slots=[0, 1])
+        outputs.append(np.asarray(each.step(*tokens._replace(v=values), slots=[0, 1])))
+    np.testing.assert_array_equal(outputs[0][1], outputs[1][1])
+    np.testing.assert_array_equal(outputs[0][0, :, :2], outputs[1][0, :, :2])
+    assert not np.isfinite(outputs[0][0, 4:, 3, 5]).any()
+
+
+def test_refusals():
+    rng = np.random.default_rng(9)
+    plan = residual_plan(rng, "gdn", sketch_dtype="int8")
+    head = head_on_cuda(plan, "bfloat16")
+    assert head.drafts == 0
+    with pytest.raises(ValueError, match=r"^draft: expected False, as the CUDA kernels have no drafts of residuals"):
+        head.step(*narrow(tokens_of(rng, plan.layer, 4, 1)), draft=True)
+    high = plan_of(rng, plan.layer, 17, "subspace", window=4)
+    with pytest.raises(UnsupportedError, match=r"^ranks: the CUDA kernels have ranks of up to 16 with"):
+        ss.SketchHead(high, 1, "cuda")
+    for bits in STEPS:  # pure sketches of this map are dense maps, with drafts
+        assert ss.SketchHead(plan_of(rng, plan.layer, bits, "subspace", window=4), 1, "cuda").drafts == 3
