@@ -57,9 +57,12 @@ def check_states(device, oracle, state_dtype):
         *(("float32", "float32", name) for name in ("mamba2-80", "kda-64-bounded")),
         *(("bfloat16", "float32", name) for name in ("mamba2-128", "kda")),
         *(("float16", "float32", name) for name in ("gdn-96", "kda-64")),
-        *(("bfloat16", state_dtype, name) for state_dtype in TIPPED for name in ("mamba2", "gdn", "kda")),
-        *(("bfloat16", "bfloat16", name) for name in ("mamba2-80", "gdn-96", "kda-raw")),
-        *(("bfloat16", "float16", name) for name in ("mamba2-128", "kda-64", "kda-64-bounded")),
+        *(("bfloat16", "bfloat16", name) for name in ("mamba2", "kda", "kda-raw")),
+        *(("bfloat16", "float16", name) for name in ("gdn", "kda-64-bounded")),
+        *thorough(
+            *(("bfloat16", "bfloat16", name) for name in ("gdn", "mamba2-80", "gdn-96")),
+            *(("bfloat16", "float16", name) for name in ("mamba2", "kda", "mamba2-128", "kda-64")),
+        ),
     ],
 )
 def test_standard(name, activation, state_dtype, rng, cupy):
@@ -77,14 +80,15 @@ def test_standard(name, activation, state_dtype, rng, cupy):
 @pytest.mark.parametrize(
     ("name", "window", "activation", "state_dtype"),
     [
-        *((name, 16, "bfloat16", "float32") for name in ("mamba2", "mamba2-128", "gdn", "kda", "kda-raw")),
+        *((name, 16, "bfloat16", "float32") for name in ("mamba2", "gdn", "kda", "kda-raw")),
         *(("mamba2-80", 4, "float32", "float32"), ("gdn-96", 8, "float16", "float32")),
         *(("kda-64", 32, "float32", "float32"), ("mamba2-80", 32, "float16", "float32")),
-        *(("gdn-96", 32, "float32", "float32"), ("kda-64", 4, "bfloat16", "float32")),
-        *(("kda-raw", 8, "float16", "float32"), ("kda-64-bounded", 4, "bfloat16", "float32")),
-        *(("mamba2", 16, "bfloat16", "bfloat16"), ("gdn", 16, "bfloat16", "bfloat16")),
+        *(("kda-64-bounded", 4, "bfloat16", "float32"), ("gdn", 16, "bfloat16", "bfloat16")),
         *(("kda", 16, "bfloat16", "float16"), ("mamba2-80", 4, "float32", "float16")),
         *thorough(
+            *(("mamba2-128", 16, "bfloat16", "float32"), ("gdn-96", 32, "float32", "float32")),
+            *(("kda-64", 4, "bfloat16", "float32"), ("kda-raw", 8, "float16", "float32")),
+            ("mamba2", 16, "bfloat16", "bfloat16"),
             *(("kda-raw", 32, "float32", "float32"), ("kda-64-bounded", 32, "float32", "float32")),
             *(("kda-raw", 16, "bfloat16", "bfloat16"), ("kda-64", 32, "float32", "bfloat16")),
             *(("gdn-96", 8, "float16", "float16"), ("mamba2-128", 32, "bfloat16", "float16")),
@@ -114,15 +118,15 @@ def test_replay(name, window, activation, state_dtype, rng, cupy):
     ("name", "kind", "stored", "state_dtype"),
     [
         *((name, kind, "bfloat16", "float32") for name in KINDS for kind in ("lowrank", "ridge")),
-        *(
-            (name, kind, "float32", "float32")
-            for name in ("mamba2-80", "gdn-96", "kda-64")
-            for kind in ("prior", "offline")
-        ),
-        *(("mamba2-128", "lowrank", "bfloat16", "float32"), ("kda-64-bounded", "prior", "float32", "float32")),
-        *((name, "ridge", "bfloat16", "bfloat16") for name in ("mamba2", "gdn", "kda")),
-        *((name, "lowrank", "bfloat16", "float16") for name in ("mamba2", "gdn", "kda-raw")),
+        *(("mamba2-80", "prior", "float32", "float32"), ("gdn-96", "offline", "float32", "float32")),
+        *(("kda-64", "offline", "float32", "float32"), ("kda-64-bounded", "prior", "float32", "float32")),
+        *((name, "ridge", "bfloat16", "bfloat16") for name in ("mamba2", "kda")),
+        ("gdn", "lowrank", "bfloat16", "float16"),
         *thorough(
+            *(("mamba2-80", "offline", "float32", "float32"), ("gdn-96", "prior", "float32", "float32")),
+            *(("kda-64", "prior", "float32", "float32"), ("mamba2-128", "lowrank", "bfloat16", "float32")),
+            *(("gdn", "ridge", "bfloat16", "bfloat16"), ("mamba2", "lowrank", "bfloat16", "float16")),
+            ("kda-raw", "lowrank", "bfloat16", "float16"),
             *((name, "ridge", "float32", "float32") for name in ("mamba2-80", "gdn-96", "kda-64")),
             *(("mamba2-80", "ridge", "float32", "bfloat16"), ("gdn-96", "prior", "float32", "float16")),
             *(("kda-64", "offline", "float32", "bfloat16"), ("mamba2-128", "prior", "bfloat16", "bfloat16")),
@@ -142,11 +146,13 @@ def test_sketch(name, kind, stored, state_dtype, rng, cupy):
     ("name", "window", "kind", "activation", "stored"),
     [
         ("mamba2-80", 4, "ridge", "float16", "float32"),
-        ("gdn", 8, "prior", "bfloat16", "float32"),
         ("gdn", 8, "lowrank", "bfloat16", "bfloat16"),
         ("kda-64", 8, "lowrank", "bfloat16", "float16"),
         ("kda-raw", 4, "lowrank", "bfloat16", "float32"),
-        ("kda-64-bounded", 8, "lowrank", "float32", "float32"),
+        *thorough(
+            ("gdn", 8, "prior", "bfloat16", "float32"),
+            ("kda-64-bounded", 8, "lowrank", "float32", "float32"),
+        ),
     ],
 )
 def test_steps_of_mixed_sizes(name, window, kind, activation, stored, rng, cupy):
@@ -317,7 +323,7 @@ def test_epilogue_warps_in_turn(layer, kind, window, activation, rng, cupy):
 
 
 @pytest.mark.parametrize(
-    ("kind", "state_dtype"), [("lowrank", "float32"), ("ridge", "float32"), ("lowrank", "float16")]
+    ("kind", "state_dtype"), [("lowrank", "float32"), ("ridge", "float32"), *thorough(("lowrank", "float16"))]
 )
 def test_sketch_in_little_shared_memory(kind, state_dtype, rng, host, monkeypatch):
     """One place for the state and one buffer of prepared keys, as on sm_80."""

@@ -131,8 +131,8 @@ def test_standard(name, activation, rng, cupy):
     ("name", "window", "activation"),
     [
         *((name, 16, "bfloat16") for name in ("mamba2", "gdn", "kda")),
-        *(("mamba2-80", 4, "float32"), ("gdn-96", 8, "float16"), ("kda-64", 32, "float32")),
-        *(("kda-raw", 8, "float16"), ("kda-64-bounded", 4, "bfloat16")),
+        *(("mamba2-80", 4, "float32"), ("kda-64", 32, "float32"), ("kda-raw", 8, "float16")),
+        *thorough(("gdn-96", 8, "float16"), ("kda-64-bounded", 4, "bfloat16")),
     ],
 )
 def test_replay(name, window, activation, rng, cupy):
@@ -153,12 +153,12 @@ def test_replay(name, window, activation, rng, cupy):
         *((name, 16, "ridge", "bfloat16", "bfloat16") for name in ("mamba2", "gdn", "kda")),
         ("mamba2-80", 16, "prior", "float32", "bfloat16"),
         ("kda-64", 4, "offline", "float32", "bfloat16"),
-        ("mamba2-80", 4, "ridge", "bfloat16", "float16"),
         ("mamba2", 32, "ridge", "bfloat16", "float32"),
-        ("gdn", 16, "ridge", "int8", "bfloat16"),
         ("kda", 16, "lowrank", "int8", "bfloat16"),
         ("mamba2-80", 8, "prior", "int8", "float16"),
         *thorough(
+            ("mamba2-80", 4, "ridge", "bfloat16", "float16"),
+            ("gdn", 16, "ridge", "int8", "bfloat16"),
             ("gdn-96", 32, "ridge", "float32", "bfloat16"),
             ("gdn", 8, "prior", "bfloat16", "bfloat16"),
             ("gdn", 32, "lowrank", "bfloat16", "bfloat16"),
@@ -248,9 +248,8 @@ def check_graph(cupy, head, twin, rng, replays, stored):
     [
         ("mamba2", 2, "bfloat16"),
         ("gdn", None, "bfloat16"),
-        ("kda", 5, "bfloat16"),
-        ("gdn", 3, "int8"),
         ("kda", 1, None),
+        *thorough(("kda", 5, "bfloat16"), ("gdn", 3, "int8")),
     ],
 )
 def test_graph(kind, phase, stored, rng, cupy):

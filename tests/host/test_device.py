@@ -348,12 +348,23 @@ def test_sanitizers_see(place, report):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", [0], indirect=True)
-def test_kernels_under_sanitizers():
-    """A part of tests/test_cuda_host.py: all kinds, all files of cuda_src/, three maps, small shapes."""
+@pytest.mark.parametrize(
+    "tests",
+    [
+        ("standard[host-float32-float32-gdn]", "sketch[host-mamba2-80-prior-float32-float32]"),
+        pytest.param(
+            (
+                *("standard[host-float32-float32-kda-64-bounded]", "replay[host-gdn-96-8-float16-float32]"),
+                *("sketch[host-gdn-96-offline-float32-float32]", "sketch[host-kda-ridge-bfloat16-float32]"),
+            ),
+            marks=pytest.mark.thorough,
+        ),
+    ],
+    ids=["few", "many"],
+)
+def test_kernels_under_sanitizers(tests):
+    """Parts of tests/test_cuda_host.py: together all kinds, all files of cuda_src/, three maps, small shapes."""
     suite = HERE.parent / "test_cuda_host.py"
-    sketches = "gdn-96-offline-float32", "mamba2-80-prior-float32", "kda-ridge-bfloat16"
-    tests = "standard[host-float32-float32-kda-64-bounded]", "replay[host-gdn-96-8-float16-float32]"
-    tests += tuple(f"sketch[host-{case}-float32]" for case in sketches)
     options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", *(f"{suite}::test_{test}" for test in tests))
     done = run_sanitized("-m", "pytest", *options)
     assert done.returncode == 0, done.stdout + done.stderr
