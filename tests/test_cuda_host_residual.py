@@ -109,7 +109,7 @@ def test_what_is_stored_and_that_reads_are_products_with_it(kind, form):
             want = encode_residual(s - u.T @ b, BITS[which])
             assert (codes != want.codes).mean() < 5e-3  # numbers at the edge of two levels; most measured: 2.1e-3
             np.testing.assert_allclose(rows, want.rows, rtol=2.0**-7)  # float32's errors tip a rounding to bf16
-            np.testing.assert_allclose(columns, want.columns, rtol=2.0**-5)  # small differences of large numbers
+            np.testing.assert_allclose(columns, want.columns, rtol=2.0**-4)  # small differences of large numbers
             matrix = u.T @ b + (codes + 0.5) * rows[:, None] * columns
             q, k, v = (
                 np.float64(x[row, 0, i])
@@ -170,7 +170,7 @@ def test_copies_snapshots_flushes_and_resets_carry_residuals():
     np.testing.assert_array_equal(head.step(*rest, slots=[3]), want)
     head.restore(kept, [1])
     head.flush([1])
-    head.load_state(np.asarray(head.state)[1:2], slots=[2])
+    head.load_state(head.state[1:2], slots=[2])
     np.testing.assert_array_equal(head.step(*rest, slots=[1]), head.step(*rest, slots=[2]))
     head.reset([0])
     assert not np.asarray(head.step(*at(rest._replace(v=0 * rest.v), np.s_[:, :1]), slots=[0])).any()

@@ -184,7 +184,7 @@ RANKS = {"mamba2": [5, 1, 17, FULL_STATE, 40, 8], "gdn": [7, FULL_STATE, 16, 2],
 
 def with_blocks(engine, blocks):
     """The engine, whose later flushes launch so many blocks."""
-    _, flushes = engine._prepare(late=False)
+    _, flushes, _ = engine._prepare(late=False)
     flushes.blocks = blocks
     engine._grids.clear()
     return engine

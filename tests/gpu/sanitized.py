@@ -13,6 +13,7 @@ from cuda_support import (
     tokens_to_device,
     with_blocks,
 )
+from samples import plan_of
 
 from sketchssm.cuda import modules
 from sketchssm.layer.recurrence import FULL_STATE, Tokens
@@ -54,6 +55,11 @@ def cases():
     for name, kind in CODES:
         layer = LAYERS[name]
         plan = make_plan(layer, np.resize([9, FULL_STATE, 3], layer.heads), rng, map=kind, window=WINDOW)
+        yield SketchEngine(plan, SLOTS, "int8", **options), True, layer, "bfloat16", None, rng
+    for name in ("mamba2", "gdn", "kda"):
+        layer = LAYERS[name]
+        ranks, bits = (np.resize(x, layer.heads) for x in ([9, FULL_STATE, 3], [1, 0, 2]))
+        plan = plan_of(rng, layer, ranks, "subspace", window=WINDOW, residual_bits=bits)
         yield SketchEngine(plan, SLOTS, "int8", **options), True, layer, "bfloat16", None, rng
 
 
