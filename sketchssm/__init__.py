@@ -26,6 +26,8 @@ _HOME = {
     "SketchBasis": "plans.basis",
     "fit_basis": "calibrate.basis",
     "RankScores": "calibrate.scores",
+    "JointScores": "calibrate.joint",
+    "allocate_joint": "calibrate.joint",
     "Allocation": "calibrate.allocation",
     "allocate_ranks": "calibrate.allocation",
     "autoplan": "study.planning",
@@ -72,6 +74,7 @@ __all__ = [
     "DecodeHead",
     "ExactHead",
     "GateInput",
+    "JointScores",
     "KeyMoments",
     "KeyReducedHead",
     "KeyReduction",
@@ -95,6 +98,7 @@ __all__ = [
     "Tokens",
     "Traces",
     "UnsupportedError",
+    "allocate_joint",
     "allocate_ranks",
     "autoplan",
     "candidates",
@@ -111,6 +115,7 @@ if TYPE_CHECKING:
     from sketchssm.calibrate import distributed
     from sketchssm.calibrate.allocation import Allocation, allocate_ranks
     from sketchssm.calibrate.basis import fit_basis
+    from sketchssm.calibrate.joint import JointScores, allocate_joint
     from sketchssm.calibrate.moments import Moments
     from sketchssm.calibrate.scores import RankScores
     from sketchssm.calibrate.traces import Traces

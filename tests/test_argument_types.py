@@ -21,7 +21,9 @@ TOKENS = tokens_of(np.random.default_rng(1), LAYER, 2, 12)
 MOMENTS = ss.Moments(LAYER, window=4)
 MOMENTS.update(*TOKENS)
 SCORES = ss.RankScores(ss.fit_basis(MOMENTS))
+JOINT = ss.JointScores(ss.fit_basis(MOMENTS))
 SCORES.update(*TOKENS)
+JOINT.update(*TOKENS)
 MOMENTS_OF_KEYS = ss.KeyMoments(LAYER)
 MOMENTS_OF_KEYS.update(*TOKENS)
 KDA = ss.Layer("kda", 2, 8, 8)
@@ -152,6 +154,12 @@ CALLS = [
     (ss.fit_basis, {"moments": MOMENTS, "rank_max": 2}),
     (partial(ss.Moments, LAYER), {"window": 4}),
     (ss.RankScores, {"basis": BASIS, "window": 4, "rank_max": 2}),
+    (
+        ss.JointScores,
+        {"basis": BASIS, "window": 4, "ranks": [1, 2], "bits": [1], "sketch_dtype": "int8", "every": 1},
+    ),
+    (ss.JointScores(BASIS).update, TOKENS_BY_NAME | {"carry": None}),
+    (ss.allocate_joint, {"scores": JOINT, "reduction": 0.5, "answers": None}),
     (SketchBasis.random, {"layer": LAYER, "rank_max": 2, "seed": 0, "e0": None, "window": 4}),
     (ss.allocate_ranks, {"scores": SCORES, "mean_rank": 2, "method": "error", "map": "ridge", "rank_max": 2}),
     (calibrate, {"traces": ss.Traces(LAYER, TOKENS, TOKENS), "window": 4, "rank_max": 2}),

@@ -1,9 +1,8 @@
 """Rank allocation: the sketch rank of every head, under one budget of read traffic.
 
 This is the paper's appendix *Offline sketch-rank allocation*. Every head gets a rank or a full read. The rank table
-minimises the sum of the scores within the budget (equation *m-allocation*), which is a multiple-choice knapsack. With
-a price on traffic instead of the budget, the heads are independent; this gives a lower bound (equation *alloc-dual*)
-and so a limit on the distance of a table from the optimum.
+minimises the sum of the scores within the budget (equation *m-allocation*), which is a multiple-choice knapsack
+(`sketchssm.calibrate.knapsack`).
 
 A sketch in codes has a noise n (`sketchssm.layer.formats`), which counts as a loss: the score of a rank is
 
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from sketchssm.calibrate.knapsack import Actions
 from sketchssm.calibrate.scores import SCORES, SUMS, RankScores
 from sketchssm.layer.checks import check_items, check_number, check_size
 from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
@@ -33,8 +33,6 @@ from sketchssm.reference.recurrence import Array
 __all__ = ["METHODS", "Allocation", "Traffic", "allocate_ranks", "check_mean_rank"]
 
 METHODS = (*SCORES, "uniform")
-
-Choice = npt.NDArray[np.int64]
 
 
 class Traffic(NamedTuple):
@@ -50,7 +48,7 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Allocation:
-    """A rank table with its quality, from `allocate_ranks`.
+    """A rank table with its quality, from `allocate_ranks` or `allocate_joint`.
 
     Parameters
     ----------
@@ -68,8 +66,8 @@ class Allocation:
         Score that the table minimises.
     sketch_dtype : str
         Format of the sketches.
-    residual_bits : int
-        Bits of the residuals' codes.
+    residual_bits : int, or ndarray of int64, (heads,), or list of them
+        Bits of the residuals' codes, of all sketched heads or of each head.
     """
 
     ranks: npt.NDArray[np.int64] | list[npt.NDArray[np.int64]]
@@ -79,7 +77,7 @@ class Allocation:
     traffic: Traffic
     method: str
     sketch_dtype: str = DEFAULT_FORMAT
-    residual_bits: int = 0
+    residual_bits: int | npt.NDArray[np.int64] | list[npt.NDArray[np.int64]] = 0
 
     @property
     def gap(self) -> float:
@@ -159,24 +157,23 @@ def allocate_ranks(
     width = max(layer.rank_max for layer in layers)
     if rank_max is not None and check_size("rank_max", rank_max) > width:
         raise ValueError(f"rank_max: expected at most the largest scored rank, {width}, got {rank_max}")
-    table = _Table.of(layers, default if method == "uniform" else method, cost, rank_max or width)
+    table, most = _actions(layers, default if method == "uniform" else method, cost, rank_max or width)
     check_mean_rank(mean_rank)
-    if method == "uniform" and mean_rank > table.uniform_limit:
-        raise ValueError(f"mean_rank: expected at most {table.uniform_limit} for a uniform rank, got {mean_rank!r}")
+    if method == "uniform" and mean_rank > most:
+        raise ValueError(f"mean_rank: expected at most {most} for a uniform rank, got {mean_rank!r}")
 
     with np.errstate(over="ignore"):  # an infinite budget is one
         budget = sum(layer.layer.heads * cost.read(layer, np.asarray(mean_rank)).item() for layer in layers)
     if method == "uniform":
-        bound = _bisect(table, budget)[2]
+        bound = table.bound(budget)
         choice = (table.rank == int(mean_rank)).argmax(axis=1)
     else:
         table = table.front()
-        choice, beyond, bound = _bisect(table, budget)
-        choice = _spend(table, _upgrade(table, choice, beyond, budget), budget)
+        choice, bound = table.solve(budget)
 
     objective, used = table.totals(choice)
-    rows, ends = np.arange(choice.size), np.cumsum([layer.layer.heads for layer in layers])[:-1]
-    ranks = np.split(table.rank[rows, choice], ends)
+    ends = np.cumsum([layer.layer.heads for layer in layers])[:-1]
+    ranks = np.split(table.taken(choice)[0], ends)
     after = sum(float(cost.read(layer, own, traffic.sketch).sum()) for layer, own in zip(layers, ranks, strict=True))
     shapes = [layer.layer for layer in layers]
     before = sum(shape.heads * traffic.standard(shape.key_dim, shape.value_dim) for shape in shapes)
@@ -205,117 +202,28 @@ class _Cost(NamedTuple):
         return found
 
 
-@dataclass(frozen=True)
-class _Table:
-    """Score, read bytes and rank ``(N, actions)``: sketches by rising cost, then the full read.
+def _actions(layers: Sequence[RankScores], method: str, cost: _Cost, rank_max: int) -> tuple[Actions, int]:
+    """Ranks of all heads and the full read, and the largest rank that every head can take.
 
-    A score is inf for a choice that a head can't take: a sketch of an unscored rank, or with at least the bytes of the
-    full read.
+    A head can't take a sketch of an unscored rank, or with at least the bytes of the full read.
     """
-
-    score: Array
-    cost: Array
-    rank: Choice
-    uniform_limit: int
-
-    @classmethod
-    def of(cls, layers: Sequence[RankScores], method: str, cost: _Cost, rank_max: int) -> _Table:
-        decay = _shared_decay(layers) if method == "sensitivity" else None
-        ranks = np.arange(1, rank_max + 1)
-        tables, limits = [], []
-        for layer in layers:
-            heads = layer.layer.heads
-            full = float(cost.read(layer, np.asarray(FULL_STATE)))
-            used = cost.read(layer, ranks)
-            fits = (ranks <= layer.rank_max) & (used < full)
-            own_decay = None if decay is None else decay[: layer.rank_max + 1]
-            curves, reads = layer.objective(method, own_decay), layer.noise_objective(method, own_decay)
-            score = np.full((heads, ranks.size + 1), np.inf)
-            score[:, :-1][:, fits] = curves[:, ranks[fits]] + cost.form.noise * reads[:, ranks[fits]]
-            score[:, -1] = 0.0
-            own = np.append(used, full), np.append(ranks, FULL_STATE)
-            tables.append((score, *(np.broadcast_to(x, score.shape) for x in own)))
-            limits.append(int(ranks[fits].max(initial=0)))
-        scores, costs, rows = (np.concatenate(parts) for parts in zip(*tables, strict=True))
-        return cls(scores, costs, rows, min(limits))
-
-    def front(self) -> _Table:
-        """The same table without the sketches that score no better than a cheaper one."""
-        before = np.minimum.accumulate(self.score[:, :-1], axis=1)
-        better = np.isfinite(before)
-        better[:, 1:] &= self.score[:, 1:-1] < before[:, :-1]
-        order = np.argsort(~better, axis=1, kind="stable")[:, : better.sum(axis=1).max(initial=0)]
-        order = np.concatenate([order, np.full((len(order), 1), better.shape[1])], axis=1)
-        kept = np.take_along_axis(np.append(better, np.ones((len(order), 1), dtype=bool), axis=1), order, axis=1)
-
-        def taken(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
-            return np.take_along_axis(x, order, axis=1)
-
-        score = np.where(kept, taken(self.score), np.inf)
-        return _Table(score, taken(self.cost), taken(self.rank), self.uniform_limit)
-
-    def totals(self, choice: Choice) -> tuple[float, float]:
-        """Objective and read bytes of one action per head."""
-        rows = np.arange(choice.size)
-        return float(self.score[rows, choice].sum()), float(self.cost[rows, choice].sum())
-
-
-def _bisect(table: _Table, budget: float) -> tuple[Choice, Choice, float]:
-    """Find the price at which the independent choices of the heads meet the budget.
-
-    Returns the choices at the lowest feasible price, those at the next lower price, and the best bound.
-    """
-
-    def choose(price: float) -> tuple[Choice, float, float]:
-        penalised = table.score + price * table.cost
-        choice = penalised.argmin(axis=1)  # argmin takes the first of equals, which is the cheapest
-        return choice, table.totals(choice)[1], float(penalised.min(axis=1).sum()) - price * budget
-
-    beyond, used, bound = choose(0.0)
-    if used <= budget:
-        return beyond, beyond, bound
-    # A step up costs at least a byte: at a price of the largest score every head takes its cheapest action.
-    low, high = 0.0, float(table.score.max(where=np.isfinite(table.score), initial=0.0))
-    feasible, _, value = choose(high)
-    bound = max(bound, value)
-    while low < (middle := (low + high) / 2) < high:  # until float64 has no price in between
-        choice, used, value = choose(middle)
-        bound = max(bound, value)
-        if used > budget:
-            low, beyond = middle, choice
-        else:
-            high, feasible = middle, choice
-    return feasible, beyond, bound
-
-
-def _upgrade(table: _Table, choice: Choice, beyond: Choice, budget: float) -> Choice:
-    """Move heads to their choices at the next lower price as far as the budget goes, the largest gain first.
-
-    Heads with equal curves change their choices at one price. All these moves gain equally much per byte.
-    """
-    choice, rows = choice.copy(), np.arange(choice.size)
-    gain = table.score[rows, choice] - table.score[rows, beyond]
-    extra = table.cost[rows, beyond] - table.cost[rows, choice]
-    slack = budget - table.totals(choice)[1]
-    for head in np.argsort(-gain, kind="stable"):
-        if gain[head] > 0 and extra[head] <= slack:
-            choice[head] = beyond[head]
-            slack -= extra[head]
-    return choice
-
-
-def _spend(table: _Table, choice: Choice, budget: float) -> Choice:
-    """Spend the rest of the budget: make the single-head substitution with the largest gain until none gains."""
-    choice = choice.copy()
-    rows = np.arange(choice.size)
-    while True:
-        slack = budget - table.totals(choice)[1]
-        gain = table.score[rows, choice][:, None] - table.score
-        gain[table.cost - table.cost[rows, choice][:, None] > slack] = 0.0
-        head, action = np.unravel_index(gain.argmax(), gain.shape)
-        if gain[head, action] <= 0:
-            return choice
-        choice[head] = action
+    decay = _shared_decay(layers) if method == "sensitivity" else None
+    ranks = np.arange(1, rank_max + 1)
+    tables, limits = [], []
+    for layer in layers:
+        full = float(cost.read(layer, np.asarray(FULL_STATE)))
+        used = cost.read(layer, ranks)
+        fits = (ranks <= layer.rank_max) & (used < full)
+        own_decay = None if decay is None else decay[: layer.rank_max + 1]
+        curves, reads = layer.objective(method, own_decay), layer.noise_objective(method, own_decay)
+        score = np.full((layer.layer.heads, ranks.size + 1), np.inf)
+        score[:, :-1][:, fits] = curves[:, ranks[fits]] + cost.form.noise * reads[:, ranks[fits]]
+        score[:, -1] = 0.0
+        bits = np.append(np.full(ranks.size, cost.residual_bits), 0)
+        own = np.append(used, full), np.append(ranks, FULL_STATE), bits
+        tables.append(Actions(score, *(np.broadcast_to(x, score.shape) for x in own)))
+        limits.append(int(ranks[fits].max(initial=0)))
+    return Actions.joined(tables), min(limits)
 
 
 def _shared_decay(layers: Sequence[RankScores]) -> Array:

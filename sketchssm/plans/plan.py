@@ -23,7 +23,7 @@ __all__ = ["PlanFileError", "SketchPlan", "total_reduction"]
 
 
 class AllocatedRanks(Protocol):
-    """Ranks of one layer and the format that they were allocated for: an `Allocation`, or one of its `tables`."""
+    """Ranks of one layer and the format that they were allocated for: an `Allocation`, or a part of it."""
 
     @property
     def ranks(self) -> Any:
@@ -34,8 +34,8 @@ class AllocatedRanks(Protocol):
         """Format of the sketches."""
 
     @property
-    def residual_bits(self) -> int:
-        """Bits of the residuals' codes."""
+    def residual_bits(self) -> Any:
+        """Bits of the residuals' codes, of all sketched heads or of each."""
 
 
 class PlanFileError(FileFormatError):

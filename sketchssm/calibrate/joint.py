@@ -1,0 +1,340 @@
+"""Joint allocation: a rank and the bits of a residual for every head, by the errors of the stored form.
+
+A head with a residual reads ``S^T x ~ (U B^T + R) x`` (`sketchssm.layer.residual`). What rank a head needs depends on
+its bits, so every pair of a rank G and bits b has its own score, with the error of that stored form:
+
+    J(G, b) = E[(grad^T (S_served - S)^T x)^2].
+
+One text does not show what a model has to remember. A second task is therefore added, each task as a share of its sum
+over all heads at rank 2 with 2 bits: the loss of answers to questions about a text or, without questions, the error
+``|S_served - S|_F^2 / |S|_F^2``, which favours no direction of a query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.calibrate.allocation import Allocation, Traffic
+from sketchssm.calibrate.knapsack import Actions
+from sketchssm.calibrate.scores import prefix_basis
+from sketchssm.calibrate.windows import Carry, SketchReads, added, host_tokens, take_array, walk
+from sketchssm.layer.checks import check_items, check_number, check_size
+from sketchssm.layer.formats import SketchFormat
+from sketchssm.layer.recurrence import FULL_STATE, check_instance, check_window
+from sketchssm.layer.residual import STEPS
+from sketchssm.plans import traffic
+from sketchssm.plans.basis import SketchBasis
+from sketchssm.reference.codes import stored
+from sketchssm.reference.recurrence import Array
+from sketchssm.reference.residual import encode_residual
+
+__all__ = ["MAP", "RANKS", "JointScores", "allocate_joint"]
+
+RANKS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Ranks that are scored by default, as far as a basis has them."""
+
+MAP = "subspace"
+"""The map of sketches with residuals."""
+
+SUMS = ("paired", "error", "isotropic", "samples")
+
+
+class JointScores:
+    """Running sums of the errors of sketches with residuals, for each head, rank and number of bits.
+
+    Samples are those of `RankScores`. Use other traces than those of the basis.
+
+    Parameters
+    ----------
+    basis : SketchBasis
+        Bases to score.
+    window : int, optional
+        Tokens from one flush to the next (W). Default: the basis's window.
+    ranks : sequence of int, optional
+        Ranks to score. Default: 1, 2, 3, 4, 6, 8, 12 and 16, as far as the basis has them.
+    bits : sequence of {1, 2, 3}, optional
+        Bits of a residual to score. Default: all.
+    sketch_dtype : {"float32", "bfloat16", "int8"}, default "int8"
+        Format of the sketches.
+    every : int, default 1
+        Score the first of so many windows in each call, from the second window on. More is faster.
+
+    Attributes
+    ----------
+    layer : Layer
+        Kind and shape.
+    paired : ndarray of float64, (heads, ranks, bits)
+        Sum of ``(grad^T delta)^2`` with the error ``delta = (S_served - S)^T x`` of a read.
+    error : ndarray of float64, (heads, ranks, bits)
+        Sum of ``|delta|^2``.
+    isotropic : ndarray of float64, (heads, ranks, bits)
+        Sum of ``|S_served - S|_F^2 / |S|_F^2``.
+    samples : ndarray of int64, (heads,)
+        Number of samples.
+    graded : bool or None
+        Whether gradients are given; None before the first update.
+    window, ranks, bits, sketch_dtype, every
+        As given, or their defaults; `ranks` and `bits` rise.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        basis: SketchBasis,
+        window: int | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
+        bits: Sequence[int] = tuple(STEPS),
+        sketch_dtype: str = "int8",
+        every: int = 1,
+    ) -> None:
+        check_instance("basis", basis, SketchBasis)
+        self.layer = basis.layer
+        self.window = check_window(basis.window if window is None else window)
+        most = min(basis.rank_max, self.layer.key_dim, self.layer.value_dim)
+        known = [rank for rank in RANKS if rank <= most]
+        self.ranks = _distinct("ranks", known if ranks is None else ranks, range(1, most + 1))
+        self.bits = _distinct("bits", bits, STEPS)
+        self.sketch_dtype = SketchFormat.of(sketch_dtype).name
+        self.every = check_size("every", every)
+        self.graded: bool | None = None
+        self._omega = basis.columns(self.ranks[-1])[0].astype(np.float64)
+        shape = (self.layer.heads, len(self.ranks), len(self.bits))
+        self.paired: Array = np.zeros(shape)
+        self.error: Array = np.zeros(shape)
+        self.isotropic: Array = np.zeros(shape)
+        self.samples: npt.NDArray[np.int64] = np.zeros(self.layer.heads, dtype=np.int64)
+
+    def update(
+        self, q: Any, k: Any, v: Any, g: Any, beta: Any = None, grad: Any = None, *, carry: Carry | None = None
+    ) -> Carry:
+        """Add the samples of some tokens.
+
+        Parameters
+        ----------
+        q, k, v, g, beta, grad, carry
+            As of `RankScores.update`.
+
+        Returns
+        -------
+        Carry
+            Positions of the sequences.
+
+        Raises
+        ------
+        ValueError
+            Naming the argument, before anything is added, as `RankScores.update`.
+        TypeError
+            If an argument is not a real floating-point array.
+        """
+        tokens = host_tokens(self.layer, q, k, v, g, beta)
+        if self.graded not in (None, grad is not None):
+            raise ValueError("grad: expected at every update or at none")
+        host = None if grad is None else take_array(grad, "grad")
+        if host is not None and host.shape != tokens.v.shape:
+            raise ValueError(f"grad: expected shape {tokens.v.shape}, got {host.shape}")
+        sums = {name: np.zeros_like(getattr(self, name)) for name in SUMS}
+        carry = walk(self.layer, tokens, self.window, carry, lambda reads: self._add(reads, host, sums))
+        self.__dict__.update(added(self, sums), graded=host is not None)
+        return carry
+
+    def _add(self, reads: SketchReads, grad: npt.NDArray[Any] | None, sums: dict[str, npt.NDArray[Any]]) -> None:
+        if (reads.tokens.start // self.window - 1) % self.every:
+            return
+        count = reads.queries.shape[-2]
+        slope = None
+        if grad is not None:
+            slope = np.asarray(grad[reads.rows, reads.tokens], dtype=np.float64).swapaxes(1, 2)
+        energy = np.square(reads.state).sum(axis=(-1, -2))
+        for at, missed in self._errors(reads.state):
+            delta = reads.queries @ missed.swapaxes(-1, -2)  # zero where the state is
+            sums["error"][:, *at] += np.square(delta).sum(axis=(0, 2, 3))
+            share = np.divide(
+                np.square(missed).sum(axis=(-1, -2)), energy, out=np.zeros_like(energy), where=reads.live
+            )
+            sums["isotropic"][:, *at] += count * share.sum(axis=0)
+            if slope is not None:
+                sums["paired"][:, *at] += np.square((slope * delta).sum(axis=-1)).sum(axis=(0, 2))
+        sums["samples"] += count * reads.live.sum(axis=0)
+
+    def _errors(self, state: Array) -> Any:
+        """Places in the sums, and ``S_served^T - S^T (..., V, K)`` of states ``(..., K, V)``.
+
+        The bases of ranks are nested (`sketchssm.reference.maps.subspace`), so each rank adds columns to the last.
+        """
+        form = SketchFormat.of(self.sketch_dtype)
+        basis = prefix_basis(state @ (state.swapaxes(-1, -2) @ self._omega))
+        rows = basis.swapaxes(-1, -2)
+        image, rows = stored(form, rows @ state), stored(form, rows)
+        left, start = state.swapaxes(-1, -2), 0
+        for i, rank in enumerate(self.ranks):
+            new = np.s_[..., start:rank, :]
+            left, start = left - image[new].swapaxes(-1, -2) @ rows[new], rank
+            for j, bits in enumerate(self.bits):
+                yield (i, j), encode_residual(left, bits).matrix - left
+
+    def __add__(self, other: JointScores) -> JointScores:
+        """Scores over both sets of traces; ValueError unless basis, settings and use of gradients agree."""
+        if not isinstance(other, JointScores):
+            return NotImplemented
+        for name in ("layer", "window", "ranks", "bits", "sketch_dtype"):
+            if getattr(self, name) != getattr(other, name):
+                raise ValueError(
+                    f"scores: expected the same {name} to add, got {getattr(self, name)} and {getattr(other, name)}"
+                )
+        if not np.array_equal(self._omega, other._omega):
+            raise ValueError("scores: expected the same basis to add")
+        if None not in (self.graded, other.graded) and self.graded != other.graded:
+            raise ValueError("scores: expected gradients in both or in neither")
+        total = JointScores.__new__(JointScores)
+        total.__dict__.update(self.__dict__)
+        total.graded = other.graded if self.graded is None else self.graded
+        total.__dict__.update(added(self, {name: getattr(other, name) for name in SUMS}))
+        return total
+
+
+def allocate_joint(
+    scores: JointScores | Sequence[JointScores],
+    reduction: float = 10.0,
+    answers: JointScores | Sequence[JointScores] | None = None,
+) -> Allocation:
+    """Allocate a rank and the bits of a residual to every head, within one budget of traffic.
+
+    Every head gets at least one bit: without codes a head forgets what its sketch does not cover, which the loss of
+    text does not show.
+
+    Parameters
+    ----------
+    scores : JointScores or sequence of them
+        Scores on text, of one layer or of several layers that share the budget.
+    reduction : float, default 10
+        Budget: how many times less state traffic than standard decode, of all layers together.
+    answers : JointScores or sequence of them, optional
+        Scores of the same layers on prompts with questions, with gradients of the loss of the answers alone. Without
+        them the second task is the isotropic error of the states on the text.
+
+    Returns
+    -------
+    Allocation
+        Ranks and bits with their certificate. `method` is "joint" with gradients, else "joint-error": the score on
+        text is then ``E[|delta|^2]``.
+
+    Raises
+    ------
+    ValueError
+        If there are no scores, no samples of a layer, or only gradients of zero, a score is not finite, settings of
+        layers or tasks differ, answers have no gradients, or no allocation has so little traffic.
+    """
+    single = isinstance(scores, JointScores)
+    layers = _checked("scores", scores)
+    check_number("reduction", reduction, "a finite number above 0", lambda number: 0 < number < np.inf)
+    graded = all(layer.graded for layer in layers)
+    tasks = [_task("scores", layers, "paired" if graded else "error")]
+    if answers is None:
+        tasks.append(_task("scores", layers, "isotropic"))
+    else:
+        asked = _checked("answers", answers)
+        if [x.layer for x in asked] != [x.layer for x in layers] or _settings(asked[0]) != _settings(layers[0]):
+            raise ValueError("answers: expected the layers, ranks, bits, window and format of scores, got others")
+        if not all(x.graded for x in asked):
+            raise ValueError("answers: expected scores with gradients, got some without")
+        tasks.append(_task("answers", asked, "paired"))
+    values = [sum(parts) for parts in zip(*tasks, strict=True)]
+    table = Actions.joined([_actions(layer, cast("Array", own)) for layer, own in zip(layers, values, strict=True)])
+
+    window = layers[0].window
+    standard = sum(x.layer.heads * traffic.standard(x.layer.key_dim, x.layer.value_dim) for x in layers)
+    # the bytes of a token are ((W - 1) read + standard) / W; the share covers rounding
+    budget = (window * standard / reduction - standard) / (window - 1) * (1 + 1e-12)
+    least = float(table.cost.min(axis=1).sum())
+    if least > budget:
+        most = window * standard / ((window - 1) * least + standard)
+        raise ValueError(f"reduction: expected at most {most:.4g}, that of the fewest bytes scored, got {reduction:g}")
+    table = table.front()
+    choice, bound = table.solve(budget)
+    objective, used = table.totals(choice)
+    ends = np.cumsum([x.layer.heads for x in layers])[:-1]
+    ranks, bits = (np.split(x, ends) for x in table.taken(choice))
+    spent = Traffic(used, window * standard / ((window - 1) * used + standard))
+    chosen = (ranks[0], bits[0]) if single else (ranks, bits)
+    method = "joint" if graded else "joint-error"
+    return Allocation(chosen[0], objective, bound, budget, spent, method, layers[0].sketch_dtype, chosen[1])
+
+
+def _actions(layer: JointScores, values: Array) -> Actions:
+    """Pairs of rank and bits by rising cost, then the full read."""
+    shape, pairs = layer.layer, np.array([(rank, bits) for rank in layer.ranks for bits in layer.bits])
+    costs = _read_bytes(layer, pairs[:, 0], pairs[:, 1])
+    order = np.argsort(costs, kind="stable")
+    full = float(_read_bytes(layer, np.array(FULL_STATE), np.array(0)))
+    score = values.reshape(shape.heads, -1)[:, order]
+    score = np.append(np.where(costs[order] < full, score, np.inf), np.zeros((shape.heads, 1)), axis=1)
+    own = (
+        np.append(costs[order], full),
+        *(np.append(x[order], end) for x, end in zip(pairs.T, (FULL_STATE, 0), strict=True)),
+    )
+    return Actions(score, *(np.broadcast_to(x, score.shape) for x in own))
+
+
+def _read_bytes(layer: JointScores, rank: npt.NDArray[Any], bits: npt.NDArray[Any]) -> Array:
+    form: Any = {"sketch_dtype": layer.sketch_dtype, "residual_bits": bits}
+    shape = layer.layer
+    found: Array = traffic.sketch_read(shape.kind, shape.key_dim, shape.value_dim, rank, layer.window, MAP, **form)
+    return found
+
+
+def _task(name: str, layers: Sequence[JointScores], kind: str) -> list[Array]:
+    """Mean scores ``(heads, ranks, bits)`` of each layer, as shares of their sum at rank 2 with 2 bits."""
+    means = [getattr(layer, kind) / np.maximum(layer.samples, 1)[:, None, None] for layer in layers]
+    if kind == "paired":
+        for index, mean in enumerate(means):
+            if not mean.any():
+                raise ValueError(f"{name}: expected gradients, got only zeros for layer {index}")
+    at = (_nearest(layers[0].ranks, 2), _nearest(layers[0].bits, 2))
+    return [mean / (sum(x[:, *at].sum() for x in means) or 1.0) for mean in means]
+
+
+def _checked(name: str, scores: Any) -> list[JointScores]:
+    layers = [scores] if isinstance(scores, JointScores) else list(check_items(name, scores, "JointScores"))
+    if not layers:
+        raise ValueError(f"{name}: expected scores of at least one layer, got none")
+    for index, layer in enumerate(layers):
+        check_instance(name, layer, JointScores)
+        if not layer.samples.any():
+            raise ValueError(
+                f"{name}: expected samples of at least one head of every layer, got none for layer {index}: sequences "
+                f"must be longer than the window of {layer.window} tokens and write a state"
+            )
+        if not all((np.isfinite(x) & (x >= 0)).all() for x in (getattr(layer, each) for each in SUMS)):
+            raise ValueError(f"{name}: expected finite sums of at least 0, got others for layer {index}")
+        if _settings(layer) != _settings(layers[0]):
+            raise ValueError(f"{name}: expected {_settings(layers[0])} of layer 0, got {_settings(layer)} for {index}")
+    return layers
+
+
+def _settings(layer: JointScores) -> str:
+    """What layers and tasks of one allocation share."""
+    return f"ranks {layer.ranks}, bits {layer.bits}, window {layer.window} and format {layer.sketch_dtype}"
+
+
+def _nearest(values: Sequence[int], wanted: int) -> int:
+    return int(np.abs(np.array(values) - wanted).argmin())
+
+
+def _distinct(name: str, given: Any, known: Any) -> tuple[int, ...]:
+    """Rising values of an argument, all of them known."""
+    values = check_items(name, given, "integers")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value not in known:
+            raise ValueError(f"{name}: expected numbers from {min(known)} to {max(known)}, got {value!r}")
+    if not values:
+        raise ValueError(f"{name}: expected at least one number, got none")
+    return tuple(sorted({int(value) for value in values}))
