@@ -302,6 +302,11 @@ def test_bench(monkeypatch):
     assert wide["system"].endswith(" ridge float32")
     assert coded["system"].endswith(" ridge int8")
     assert coded["bytes"] < wide["bytes"]
+    result = invoke("bench", *arguments, "--map", "subspace", "--map", "ridge", "--residual-bits", "2")
+    kept, pure = (r for r in json.loads(result.stdout)["results"] if r["batch"] == 1 and "sketch" in r["system"])
+    assert kept["system"].endswith(" subspace + 2 bits")
+    assert pure["system"].endswith(" ridge")
+    assert kept["read_bytes"] > pure["read_bytes"]
     assert "invalid value" in invoke("bench", "--shape", "nemotron", code=2).output.lower()
 
 

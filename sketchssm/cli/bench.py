@@ -19,6 +19,7 @@ from sketchssm.cli.options import AT_LEAST_ONE, COUNT, NOT_NEGATIVE, NUMBERS, PA
 from sketchssm.layer.checks import ACTIVATIONS
 from sketchssm.layer.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS
+from sketchssm.layer.residual import RESIDUAL_BITS
 
 __all__ = ["command"]
 
@@ -49,6 +50,12 @@ ARRIVING = {"cuda": (32, 128, 256), "cpu": (8, 32)}
     multiple=True,
     default=(DEFAULT_FORMAT,),
     help="Format of sketches and maps; may be repeated.",
+)
+@click.option(
+    "--residual-bits",
+    type=click.Choice([str(bits) for bits in RESIDUAL_BITS]),
+    default="0",
+    help="Bits of the residuals of sketches with --map subspace.",
 )
 @click.option(
     "--plan",
@@ -88,6 +95,7 @@ def command(
     maps: tuple[str, ...],
     pivots: int | None,
     sketch_dtypes: tuple[str, ...],
+    residual_bits: str,
     plan_files: tuple[Path, ...],
     seconds: float | None,
     duty: float,
@@ -120,7 +128,12 @@ def command(
     else:
         options.refuse("without --arrivals", ("layers", "steps", "tokens"))
     if plan_files:
-        options.refuse("with --plan", ("shapes", "windows", "ranks", "rank_max", "maps", "pivots", "sketch_dtypes"))
+        options.refuse(
+            "with --plan",
+            ("shapes", "windows", "ranks", "rank_max", "maps", "pivots", "sketch_dtypes", "residual_bits"),
+        )
+    elif residual_bits != "0" and "subspace" not in maps:
+        raise click.UsageError("--residual-bits: has no effect without --map subspace")
     _check(shapes, duty, peers, raw_gate, device)
     options.check_files({"--plan": plan_files}, json=json_file)
 
@@ -138,6 +151,7 @@ def command(
                 sketch_dtypes,
                 seed,
                 rank_max,
+                int(residual_bits),
             )
             for name, window in product(shapes or bench.SHAPES, windows)
         ]

@@ -45,10 +45,12 @@ class Case:
         sketch_dtypes: Sequence[str],
         seed: int = 0,
         rank_max: int | None = None,
+        residual_bits: int = 0,
     ) -> Case:
         """Make a case of one row, with a random plan for every mean rank, map and format.
 
-        See `spread_ranks` and `random_plan`. ValueError if a mean rank or `rank_max`, the largest rank of a head, is
+        See `spread_ranks` and `random_plan`; sketches with the map `subspace` alone have the residual bits.
+        ValueError if a mean rank or `rank_max`, the largest rank of a head, is
         beyond K or V, or a mean rank is beyond `rank_max`.
         """
         limit, largest_mean = min(layer.key_dim, layer.value_dim), max(mean_ranks)
@@ -61,7 +63,7 @@ class Case:
             limit = rank_max
         spread = [spread_ranks(layer.heads, mean, limit) for mean in mean_ranks]
         plans = [
-            random_plan(layer, ranks, window, map, seed, sketch_dtype)
+            random_plan(layer, ranks, window, map, seed, sketch_dtype, residual_bits if map.name == "subspace" else 0)
             for ranks, map, sketch_dtype in product(spread, maps, sketch_dtypes)
         ]
         return cls(shape, layer, 1, window, plans)

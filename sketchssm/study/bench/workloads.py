@@ -11,7 +11,7 @@ import numpy.typing as npt
 from sketchssm.arrays.gates import GateInput
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT
-from sketchssm.layer.recurrence import Layer, Tokens
+from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.systems import System, exact_systems, sketch_system
@@ -109,11 +109,12 @@ def random_plan(
     map: str | CoefficientMap,
     seed: int = 0,
     sketch_dtype: str = DEFAULT_FORMAT,
+    residual_bits: int = 0,
 ) -> SketchPlan:
     """Make a plan with random bases, as times do not depend on the values; one rank for all heads, or each head's."""
     ranks = np.broadcast_to(rank, layer.heads)
     basis = SketchBasis.random(layer, int(ranks.max()), seed, window=window)
-    return SketchPlan(basis, ranks, window, map, sketch_dtype)
+    return SketchPlan(basis, ranks, window, map, sketch_dtype, residual_bits=residual_bits)
 
 
 def systems(
@@ -132,4 +133,6 @@ def systems(
 def _name(plan: SketchPlan) -> str:
     """Name of a sketch in tables."""
     form = "" if plan.sketch_dtype == DEFAULT_FORMAT else f" {plan.sketch_dtype}"
-    return f"sketch G={number(plan.mean_rank)} {plan.map.name}{form}"
+    bits = sorted({int(bits) for bits in plan.residual_bits[plan.ranks != FULL_STATE]})
+    residual = f" + {' or '.join(map(str, bits))} bits" if any(bits) else ""
+    return f"sketch G={number(plan.mean_rank)} {plan.map.name}{form}{residual}"
