@@ -252,6 +252,15 @@ def test_refusals(mean_rank, method, match, rng):
         ss.allocate_ranks(scores_of(SMALL, falling(rng, 4, 8)), mean_rank, method)
 
 
+def test_rank_scores_do_not_allocate_beside_residuals(rng):
+    scores = scores_of(SMALL, falling(rng, 4, 8))
+    form = {"map": "subspace", "residual_bits": 2}
+    assert (ss.allocate_ranks(scores, 3, "uniform", **form).ranks == 3).all()
+    for method in (None, "error"):
+        with pytest.raises(ValueError, match=r"^method: expected 'uniform' with residual bits, got 'error'"):
+            ss.allocate_ranks(scores, 3, method, **form)
+
+
 @pytest.mark.parametrize("rank_max", [0, 7, 2.0, True])
 def test_largest_rank_is_checked(rank_max, rng):
     with pytest.raises(ValueError, match=rf"rank_max: expected .*, got {rank_max}"):

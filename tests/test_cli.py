@@ -14,8 +14,9 @@ import pytest
 from click.testing import CliRunner
 from test_traces import SHAPES, write_traces
 
+import sketchssm as ss
 from sketchssm import cuda
-from sketchssm.calibrate.plans import Settings
+from sketchssm.calibrate.plans import Settings, calibrate
 from sketchssm.calibrate.traces import Traces
 from sketchssm.cli import COMMANDS, demo, main
 from sketchssm.cli.output import Output
@@ -105,6 +106,34 @@ def test_calibrate_in_few_bits(traces, tmp_path):
     plan = SketchPlan.load(plan_file)
     assert plan.sketch_dtype == report["plans"][0]["sketch_dtype"] == "int8"
     assert json.loads(invoke("info", plan_file, "--json", "-").stdout)["sketch_dtype"] == "int8"
+
+
+def test_calibrate_with_residuals(traces, tmp_path):
+    """Ranks and bits from the joint allocation, by traffic or by the bytes of a mean rank."""
+    plan_file = tmp_path / "plan.safetensors"
+    given = "calibrate", traces, "--out", plan_file, "--window", 8, "--json", "-"
+    calibrated = calibrate(Traces.load(traces), 8)
+    report = json.loads(invoke(*given, "--reduction", 1.9).stdout)
+    plan, want = ss.SketchPlan.load(plan_file), ss.allocate_joint(calibrated.joint(), 1.9)
+    assert np.array_equal(plan.ranks, want.ranks) and np.array_equal(plan.residual_bits, want.residual_bits)
+    assert (plan.map.name, plan.sketch_dtype, report["method"]) == ("subspace", "int8", want.method)
+    assert report["plans"][0]["residual_bits"] == plan.residual_bits.tolist()
+    assert plan.reduction == pytest.approx(report["reduction"]) and plan.reduction >= 1.9 * (1 - 1e-9)
+    same = calibrated.plan(2, "subspace", residual_bits=3, sketch_dtype="int8")
+    json.loads(invoke(*given, "--mean-rank", 2, "--residual-bits", 3).stdout)
+    plan = ss.SketchPlan.load(plan_file)
+    assert plan.fingerprint == same.fingerprint
+    assert set(plan.residual_bits.tolist()) <= {0, 3}
+    even = ss.SketchPlan(calibrated.basis, [2] * plan.layer.heads, 8, "subspace", "int8", 3)
+    assert plan.reduction >= even.reduction * (1 - 1e-9)
+    invoke(*given, "--mean-rank", 2, "--residual-bits", 3, "--method", "uniform")
+    assert ss.SketchPlan.load(plan_file).fingerprint == even.fingerprint
+    for wrong, message in (
+        (("--reduction", 1.9, "--map", "ridge"), "map: expected 'subspace' with residuals, got 'ridge'"),
+        (("--reduction", 1.9, "--method", "uniform"), "reduction: expected None with the method 'uniform'"),
+        (("--reduction", 90), "reduction: expected at most"),
+    ):
+        assert message in invoke(*given, *wrong, code=2).stderr
 
 
 def test_calibrate_limits_ranks(traces, tmp_path):

@@ -177,6 +177,38 @@ def test_sketches_of_a_format_have_a_name_of_their_own(lm):
             assert layer.plan.sketch_dtype == form
 
 
+def test_joint_systems_score_answers_alone(lm):
+    """Ranks and bits are those of the library's allocation; gradients are of the answers' loss."""
+    model, text = tiny(lm, "gdn"), np.random.default_rng(0).integers(VOCAB, size=2000)
+    asked = lm["prompts"].needle_prompts(text, encode, 2, 256, np.random.default_rng(0), most=2)
+    calibrations = lm["systems"].calibrate(model, ids(3, 64), window=8, joint=True, questions=asked)
+    want = {place: ss.JointScores(x.basis) for place, x in calibrations.items()}
+    for row, start, answer in zip(asked.ids, asked.start, asked.answers, strict=True):
+        row = torch.from_numpy(row[None, : start + len(answer)])
+        recorder = lm["recurrence"].Recorder()
+        emb = model.emb.register_forward_hook(lambda module, given, x: x.detach().requires_grad_())
+        hidden = model(row, recorder)
+        emb.remove()
+        losses = torch.nn.functional.cross_entropy(model.head(hidden[0, :-1]), row[0, 1:], reduction="none")
+        losses[-len(answer) :].sum().backward()
+        for place, scores in want.items():
+            scores.update(*recorder.inputs[place], grad=recorder.outputs[place].grad)
+    for place, x in calibrations.items():
+        assert relative(x.answers.paired, want[place].paired) < 1e-4
+        assert x.joint.graded and x.joint.samples.sum() == x.scores.samples.sum()
+    given = ["--systems", "joint", "--reductions", "1.6", "1.4", "--window", "8", "--model", "m", "--tokens", "t"]
+    *_, narrow, wide = lm["evaluate"].listed(lm["evaluate"].arguments(given), calibrations)
+    assert (narrow.name, wide.name, narrow.family) == ("joint, 1.6x", "joint, 1.4x", "joint")
+    found = ss.allocate_joint(
+        [x.joint for x in calibrations.values()], 1.4, list(x.answers for x in calibrations.values())
+    )
+    for system, ranks, bits in zip(wide.layers.values(), found.ranks, found.residual_bits, strict=True):
+        assert np.array_equal(system.plan.ranks, ranks) and np.array_equal(system.plan.residual_bits, bits)
+    assert narrow.reduction >= 1.6 * (1 - 1e-9) and wide.reduction >= 1.4 * (1 - 1e-9)
+    plain = lm["systems"].calibrate(model, ids(3, 64), window=8)
+    assert all(x.joint is None and x.answers is None for x in plain.values())
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_sketches_of_a_copys_traffic(form, lm):
     """All heads at this rank move the bytes of the copy."""

@@ -323,3 +323,93 @@ def test_plans_need_their_fingerprint(plans):
     one = dict(list(plans.items())[:1])
     with pytest.raises(ValueError, match=r"plans: expected the layers .*, got model\.layers\.0\.linear_attn$"):
         ModelPlans(one, plans.fingerprint, plans.allocation)
+
+
+def graded(model, rows, wanted=None):
+    """Inputs and gradients of a model's layers, row by row."""
+    with st.record(model, gradients=True) as recording:
+        for i, row in enumerate(rows):
+            logits = model(row[None], use_cache=False).logits[0, :-1]
+            losses = torch.nn.functional.cross_entropy(logits, row[1:], reduction="none")
+            (losses if wanted is None else losses[wanted[i][1:]]).sum().backward()
+    return recording
+
+
+@pytest.mark.parametrize("asked", (False, True))
+def test_plans_with_residuals(qwen, asked, tmp_path):
+    """Ranks and bits as from traces that are recorded first, with the loss of answers alone."""
+    rows, prompts = text(), prompt(2, 16, seed=9)
+    answers = torch.zeros(prompts.shape, dtype=torch.bool)
+    answers[0, 11:13] = answers[1, 14] = True
+    given = {"prompts": prompts, "answers": answers} if asked else {}
+    plans = st.calibrate(qwen, rows, reduction=1.7, window=WINDOW, **given)
+    parts = [graded(qwen, rows), *([graded(qwen, prompts, answers)] if asked else [])]
+    tasks = [[] for _ in parts]
+    for name, plan in plans.items():
+        moments = ss.Moments(plan.layer, window=WINDOW)
+        for one in parts[0].tokens(name)[:2]:
+            moments.update(*(None if x is None else x[None] for x in one))
+        for scores, recording, rows_used in zip(tasks, parts, ([2], [0, 1]), strict=False):
+            scores.append(ss.JointScores(fit_basis(moments)))
+            for i in rows_used:
+                one = (None if x is None else x[None] for x in recording.tokens(name)[i])
+                scores[-1].update(*one, grad=recording._handlers[name].gradients[i][None])
+    want = ss.allocate_joint(tasks[0], 1.7, *tasks[1:])
+    for plan, ranks, bits in zip(plans.values(), want.ranks, want.residual_bits, strict=True):
+        assert np.array_equal(plan.ranks, ranks)
+        assert np.array_equal(plan.residual_bits, bits)
+        assert (plan.map.name, plan.sketch_dtype) == ("subspace", "int8")
+    assert plans.allocation.method == "joint"
+    assert plans.reduction == pytest.approx(want.traffic.reduction, rel=1e-12)
+    assert plans.reduction >= 1.7
+    for scores, plan, kept in zip(tasks[0], plans.values(), plans.allocation.retained.values(), strict=True):
+        lost = sum(
+            0 if rank == ss.FULL_STATE else scores.error[head, scores.ranks.index(rank), scores.bits.index(bits)]
+            for head, (rank, bits) in enumerate(zip(plan.ranks, plan.residual_bits, strict=True))
+        )
+        assert kept == pytest.approx(1 - lost / scores.energy.sum(), rel=1e-4)
+    plans.save(tmp_path / "plans.safetensors")
+    loaded = ModelPlans.load(tmp_path / "plans.safetensors")
+    assert all(loaded[name].fingerprint == plan.fingerprint for name, plan in plans.items())
+
+
+def test_bits_that_are_given(qwen):
+    """The budget of a mean rank, spent on ranks; "uniform" gives every head this rank."""
+    even = st.calibrate(qwen, text(), mean_rank=2, residual_bits=2, method="uniform", window=WINDOW)
+    assert all((plan.ranks == 2).all() and (plan.residual_bits == 2).all() for plan in even.values())
+    assert even.allocation.method == "uniform"
+    plans = st.calibrate(qwen, text(), mean_rank=2, residual_bits=2, window=WINDOW)
+    assert plans.allocation.method == "joint"
+    assert plans.reduction >= even.reduction * (1 - 1e-9)
+    for plan in plans.values():
+        assert set(plan.residual_bits.tolist()) <= {0, 2}
+    blind = st.calibrate(qwen, text(), reduction=1.7, method="error", window=WINDOW)
+    assert blind.allocation.method == "joint-error"
+
+
+MARKS = torch.ones((1, 16), dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    (
+        ({"reduction": 50}, r"reduction: expected at most "),
+        ({"reduction": 1.7, "map": "ridge"}, r"map: expected 'subspace' with residuals, got 'ridge'"),
+        ({"reduction": 1.7, "method": "sensitivity"}, r"method: expected 'gradient', .* with residuals"),
+        ({"reduction": 1.7, "method": "uniform"}, r"reduction: expected None with the method 'uniform'"),
+        ({"reduction": 1.7, "prompts": prompt(1, 16)}, r"answers: expected an argument beside prompts, got None"),
+        ({"reduction": 1.7, "answers": MARKS}, r"prompts: expected an argument beside answers, got None"),
+        ({"prompts": prompt(1, 16), "answers": MARKS}, r"prompts: expected None without residuals"),
+        ({"reduction": 1.7, "prompts": prompt(1, 5), "answers": MARKS}, r"prompts: expected rows of at least 6 tok"),
+        ({"reduction": 1.7, "prompts": prompt(1, 16) + 64, "answers": MARKS}, r"prompts: expected token ids from 0"),
+        ({"reduction": 1.7, "prompts": prompt(1, 16), "answers": MARKS[:, 1:]}, r"answers: expected the 1 rows of p"),
+        ({"reduction": 1.7, "prompts": prompt(1, 16), "answers": MARKS.int()}, r"answers: expected bool"),
+        (
+            {"reduction": 1.7, "prompts": prompt(1, 16), "answers": torch.arange(16)[None] == 0},
+            r"answers: expected bool, and one True after the first token of row 0",
+        ),
+    ),
+)
+def test_bad_settings_of_residuals(qwen, settings, message):
+    with pytest.raises(ValueError, match=message):
+        st.calibrate(qwen, text(), window=WINDOW, **settings)

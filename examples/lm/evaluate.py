@@ -206,7 +206,9 @@ def listed(options, calibrations):
     """Systems by the options: standard decode, other exact systems, then the rest."""
     systems = catalogue.baselines(calibrations, "exact", options.window)
     for family in options.systems:
-        if family == "sketch":
+        if family == "joint":
+            systems += catalogue.joint(calibrations, options.reductions)
+        elif family == "sketch":
             layer, window = next(iter(calibrations.values())).layer, options.window
             for name, form, kept in product(options.maps, options.formats, options.residual_bits):
                 if kept and name != "subspace":  # other maps have no residuals
@@ -245,13 +247,15 @@ def arguments(given=None):
     add = parser.add_argument
     add("--model", type=Path, required=True, help="weights: a safetensors file")
     add("--tokens", type=Path, required=True, help="folder of calib.npy, test.npy and tokenizer.json")
-    choices = ("sketch", *(family for family in catalogue.FAMILIES if family != "exact"))
+    choices = ("sketch", "joint", *(family for family in catalogue.FAMILIES if family != "exact"))
     add("--systems", nargs="+", choices=choices, default=choices, help="systems besides the exact ones")
     add("--ranks", nargs="*", type=float, default=(4, 8, 16), help="mean ranks of sketches")
     add("--copy-bits", nargs="*", type=float, help="also sketches of the traffic of copies of so many bits")
     add("--maps", nargs="+", choices=MAPS, default=(DEFAULT_MAP,), help="coefficient maps of sketches")
     add("--formats", nargs="+", choices=FORMATS, default=("bfloat16",), help="formats of sketches")
     add("--residual-bits", nargs="+", type=int, choices=RESIDUAL_BITS, default=(0,), help="with the map subspace")
+    add("--reductions", nargs="+", type=float, default=(10, 9), help="less traffic of jointly allocated residuals")
+    add("--questions", type=int, default=16, help="needle prompts of calibration text that score them")
     add("--method", choices=METHODS, help="rank allocation, see sketchssm.allocate_ranks")
     add("--window", type=int, default=16, help="tokens from one flush to the next")
     add("--rank-max", type=int, help="largest rank of a head (default: a rank that fits the CUDA kernels)")
@@ -283,8 +287,9 @@ def main(given=None):
         seen = mixed_rows(seen, calib, encode, rng)
     with output.progress("calibration", 1) as step:
         step("calibration")
-        settings = options.window, options.rank_max
-        calibrations = catalogue.calibrate(model, torch.from_numpy(seen), *settings)
+        settings = options.window, options.rank_max, "joint" in options.systems
+        asked = needle_prompts(calib, encode, options.questions, options.length, rng) if options.questions else None
+        calibrations = catalogue.calibrate(model, torch.from_numpy(seen), *settings, asked)
         systems = listed(options, calibrations)
     with output.progress("", len(systems) + 2) as step:
         results, without = evaluate(

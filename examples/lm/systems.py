@@ -33,12 +33,16 @@ class Calibration:
         Calibrated bases.
     scores : RankScores
         Rank scores with gradients, from other sequences.
+    joint, answers : JointScores or None
+        Scores of ranks with residuals on the same sequences, and on questions with the loss of the answers alone.
     """
 
     layer: ss.Layer
     tokens: Tokens
     basis: ss.SketchBasis
     scores: ss.RankScores
+    joint: ss.JointScores | None = None
+    answers: ss.JointScores | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class ModelSystem:
         return {place: system.build(slots, backend) for place, system in self.layers.items()}
 
 
-def calibrate(model, ids, window=16, rank_max=None):
+def calibrate(model, ids, window=16, rank_max=None, joint=False, questions=None):
     """Fit bases on the first two thirds of some rows of tokens and score ranks, with gradients, on the others.
 
     Gradients are those of the summed next-token cross-entropy, so that layers compare on one scale.
@@ -85,6 +89,10 @@ def calibrate(model, ids, window=16, rank_max=None):
     rank_max : int, optional
         Largest rank to score, at most min(K, V); a head that needs more reads its full state. Default: a rank that
         fits the CUDA kernels.
+    joint : bool
+        Score ranks with residuals too.
+    questions : Prompts, optional
+        Prompts whose answers are the second task of `joint`.
 
     Returns
     -------
@@ -109,16 +117,27 @@ def calibrate(model, ids, window=16, rank_max=None):
         moments.update(*tokens)
         basis = ss.fit_basis(moments)
         scores = ss.RankScores(basis, rank_max=min(rank_max or common_rank(layer, window), basis.rank_max))
-        found[place] = Calibration(layer, tokens, basis, scores)
+        residual = ss.JointScores(basis) if joint else None
+        answers = ss.JointScores(basis) if joint and questions is not None else None
+        found[place] = Calibration(layer, tokens, basis, scores, residual, answers)
     for row in score.split(1):
-        recorder = graded(model, row)
-        for place, calibration in found.items():
-            calibration.scores.update(*recorder.inputs[place], grad=recorder.outputs[place].grad)
+        add(("scores", "joint"), found, graded(model, row))
+    if joint and questions is not None:
+        for row, start, answer in zip(questions.ids, questions.start, questions.answers, strict=True):
+            stop = start + len(answer)
+            add(("answers",), found, graded(model, torch.from_numpy(row[None, :stop]), start))
     return found
 
 
-def graded(model, ids):
-    """Record one forward and backward pass of the summed next-token cross-entropy."""
+def add(names, calibrations, recorder):
+    """Add one recorded pass to some of the scores."""
+    for place, calibration in calibrations.items():
+        for scores in filter(None, (getattr(calibration, name) for name in names)):
+            scores.update(*recorder.inputs[place], grad=recorder.outputs[place].grad)
+
+
+def graded(model, ids, start=1):
+    """Record one forward and backward pass of the summed cross-entropy of the tokens from `start` on."""
     recorder = Recorder()
     # the embeddings need a gradient to start the backward pass; the weights need none
     with torch.enable_grad():
@@ -127,7 +146,8 @@ def graded(model, ids):
             hidden = model(ids, recorder)
         finally:
             hook.remove()
-        F.cross_entropy(model.head(hidden[:, :-1]).flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").backward()
+        logits = model.head(hidden[:, start - 1 : -1])
+        F.cross_entropy(logits.flatten(0, 1), ids[:, start:].flatten(), reduction="sum").backward()
     return recorder
 
 
@@ -147,7 +167,8 @@ def sketches(calibrations, ranks, window=16, map="ridge", method=None, sketch_dt
     systems, form = [], {"sketch_dtype": sketch_dtype, "residual_bits": residual_bits}
     for rank in ranks:
         scores = [calibration.scores for calibration in calibrations.values()]
-        ranked = ss.allocate_ranks(scores, rank, method, map=map, **form)
+        rule = "uniform" if residual_bits else method  # rank scores do not know residuals
+        ranked = ss.allocate_ranks(scores, rank, rule, map=map, **form)
         family = f"sketch, {map} map" + ("" if sketch_dtype == "bfloat16" else f", {sketch_dtype}")
         family += f", {residual_bits}-bit residual" if residual_bits else ""
         name = f"{family}, rank {round(rank, 1):g}"
@@ -156,6 +177,22 @@ def sketches(calibrations, ranks, window=16, map="ridge", method=None, sketch_dt
             for (place, calibration), own in zip(calibrations.items(), ranked.ranks, strict=True)
         }
         systems.append(ModelSystem(name, family, layers))
+    return systems
+
+
+def joint(calibrations, reductions):
+    """Sketches with residuals of all layers, ranks and bits allocated under one budget, at each of several budgets."""
+    systems = []
+    text, answers = ([getattr(x, name) for x in calibrations.values()] for name in ("joint", "answers"))
+    for reduction in reductions:
+        found = ss.allocate_joint(text, reduction, None if None in answers else answers)
+        tables = zip(calibrations.items(), found.ranks, found.residual_bits, strict=True)
+        name = f"joint, {reduction:g}x"
+        layers = {
+            place: sketch_system(ss.SketchPlan(x.basis, ranks, None, "subspace", found.sketch_dtype, bits), name)
+            for (place, x), ranks, bits in tables
+        }
+        systems.append(ModelSystem(name, "joint", layers))
     return systems
 
 

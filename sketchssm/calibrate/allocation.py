@@ -105,9 +105,8 @@ def allocate_ranks(
         Mean rank; the budget is the read traffic of all heads at this rank.
     method : {"gradient", "error", "sensitivity", "uniform"}, optional
         Score to minimise, see `RankScores.objective`; "uniform" gives every head the mean rank, rounded
-        down to stay within the budget, and reports the objective and bound of the default score. Default: "uniform"
-        with residuals, whose errors the scores do not know; else "gradient" if all layers have gradients, else
-        "error".
+        down to stay within the budget, and reports the objective and bound of the default score. Default: "gradient"
+        if all layers have gradients, else "error".
     map : CoefficientMap or str, default "ridge"
         Coefficient map, which sets the cost of a rank; see `sketchssm.plans.traffic.sketch_read`.
     sketch_dtype : {"float32", "bfloat16", "int8"}, default "bfloat16"
@@ -115,7 +114,8 @@ def allocate_ranks(
     rank_max : int, optional
         Largest rank of a head. Default: each layer's largest scored rank.
     residual_bits : {0, 1, 2, 3}, default 0
-        Bits of the residual's codes of every sketched head, which add to the cost of a rank.
+        Bits of the residual's codes of every sketched head, which add to the cost of a rank. Needs the method
+        "uniform", as rank scores do not know the errors of residuals; `allocate_joint` does.
 
     Returns
     -------
@@ -127,7 +127,8 @@ def allocate_ranks(
     ValueError
         If there are no scores or no samples of a layer, a score is not finite, the mean rank is below 1 or, for
         "uniform", beyond the ranks that can be given, or the method is unknown, or needs gradients that were not given
-        or are all zero. Also if the format is unknown, or `rank_max` is beyond the scored ranks of all layers.
+        or are all zero, or residuals come with another method than "uniform". Also if the format is unknown, or
+        `rank_max` is beyond the scored ranks of all layers.
     """
     single = isinstance(scores, RankScores)
     layers: Any = (scores,) if isinstance(scores, RankScores) else check_items("scores", scores, "RankScores")
@@ -147,9 +148,10 @@ def allocate_ranks(
     check_residual_bits(residual_bits)
     cost = _Cost(CoefficientMap.of(map), SketchFormat.of(sketch_dtype), residual_bits)
     default = "gradient" if all(layer.graded for layer in layers) else "error"
-    if method is None:
-        method = "uniform" if residual_bits else default
+    method = default if method is None else method
     check_choice("method", method, METHODS)
+    if residual_bits and method != "uniform":
+        raise ValueError(f"method: expected 'uniform' with residual bits, got {method!r}; allocate_joint has scores")
     if method in ("gradient", "sensitivity"):
         for index, layer in enumerate(layers):
             if layer.graded and not layer.sensitivity.any():

@@ -40,7 +40,7 @@ RANKS = (1, 2, 3, 4, 6, 8, 12, 16)
 MAP = "subspace"
 """The map of sketches with residuals."""
 
-SUMS = ("paired", "error", "isotropic", "samples")
+SUMS = ("paired", "error", "isotropic", "energy", "samples")
 
 
 class JointScores:
@@ -73,6 +73,8 @@ class JointScores:
         Sum of ``|delta|^2``.
     isotropic : ndarray of float64, (heads, ranks, bits)
         Sum of ``|S_served - S|_F^2 / |S|_F^2``.
+    energy : ndarray of float64, (heads,)
+        Sum of ``|S^T x|^2``.
     samples : ndarray of int64, (heads,)
         Number of samples.
     graded : bool or None
@@ -111,6 +113,7 @@ class JointScores:
         self.paired: Array = np.zeros(shape)
         self.error: Array = np.zeros(shape)
         self.isotropic: Array = np.zeros(shape)
+        self.energy: Array = np.zeros(self.layer.heads)
         self.samples: npt.NDArray[np.int64] = np.zeros(self.layer.heads, dtype=np.int64)
 
     def update(
@@ -163,7 +166,16 @@ class JointScores:
             sums["isotropic"][:, *at] += count * share.sum(axis=0)
             if slope is not None:
                 sums["paired"][:, *at] += np.square((slope * delta).sum(axis=-1)).sum(axis=(0, 2))
+        sums["energy"] += np.square(reads.queries @ reads.state).sum(axis=(0, 2, 3))
         sums["samples"] += count * reads.live.sum(axis=0)
+
+    def retained(self, ranks: npt.NDArray[np.int64], bits: npt.NDArray[np.int64]) -> float:
+        """Share of the energy of all heads' state reads that is right at some ranks and bits, both scored."""
+        lost = 0.0
+        for head, (rank, own) in enumerate(zip(ranks.tolist(), bits.tolist(), strict=True)):
+            if rank != FULL_STATE:
+                lost += self.error[head, self.ranks.index(rank), self.bits.index(own)]
+        return float(1.0 - lost / (self.energy.sum() or 1.0))
 
     def _errors(self, state: Array) -> Any:
         """Places in the sums, and ``S_served^T - S^T (..., V, K)`` of states ``(..., K, V)``.

@@ -11,18 +11,29 @@ import numpy.typing as npt
 
 from sketchssm.calibrate.allocation import Allocation, allocate_ranks
 from sketchssm.calibrate.basis import fit_basis
+from sketchssm.calibrate.joint import MAP, JointScores, allocate_joint
 from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.calibrate.traces import Traces
 from sketchssm.layer.checks import check_items
 from sketchssm.layer.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.layer.recurrence import FULL_STATE, check_instance
-from sketchssm.layer.residual import check_residual_bits
+from sketchssm.layer.recurrence import FULL_STATE, Layer, check_instance
+from sketchssm.layer.residual import STEPS, check_residual_bits
+from sketchssm.plans import traffic
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.plan import SketchPlan
 
-__all__ = ["Calibrated", "Settings", "calibrate", "mean_retained", "plan_layers"]
+__all__ = [
+    "Calibrated",
+    "Settings",
+    "calibrate",
+    "joint_plans",
+    "mean_retained",
+    "plan_layers",
+    "reduction_of",
+    "residual_settings",
+]
 
 
 @dataclass(frozen=True)
@@ -61,10 +72,26 @@ class Calibrated:
         sketch_dtype: str = DEFAULT_FORMAT,
         residual_bits: int = 0,
     ) -> SketchPlan:
-        """Make a plan for one mean rank, a budget of read bytes; `basis` replaces the calibrated basis only."""
+        """Make a plan for one mean rank, a budget of read bytes; `basis` replaces the calibrated basis only.
+
+        With residuals, ranks are allocated by `allocate_joint` unless the method is "uniform".
+        """
         form: Any = {"sketch_dtype": sketch_dtype, "residual_bits": residual_bits}
+        if residual_bits and method != "uniform":
+            budget = reduction_of([self.traces.layer], self.basis.window, mean_rank, sketch_dtype, residual_bits)
+            scores = self.joint((residual_bits,), sketch_dtype, method)
+            return SketchPlan(basis or self.basis, allocate_joint(scores, budget), self.basis.window, map)
         allocation = allocate_ranks(self.scores, mean_rank, method, map=map, **form)
         return SketchPlan(basis or self.basis, allocation, self.basis.window, map)
+
+    def joint(
+        self, bits: Sequence[int] = tuple(STEPS), sketch_dtype: str = "int8", method: str | None = None
+    ) -> JointScores:
+        """Score ranks with residuals of some bits, with the gradients of the traces unless the method is "error"."""
+        held_out, grad = self.traces.score_part()
+        scores = JointScores(self.basis, bits=bits, sketch_dtype=sketch_dtype)
+        scores.update(*held_out, grad=None if method == "error" else grad)
+        return scores
 
 
 def calibrate(traces: Traces, window: int = 16, rank_max: int | None = None) -> Calibrated:
@@ -101,6 +128,59 @@ def plan_layers(
     form: Any = {"map": map, "sketch_dtype": sketch_dtype, "residual_bits": residual_bits}
     allocation = allocate_ranks(scores, mean_rank, method, rank_max=rank_max, **form)
     return [SketchPlan(*own, **form) for own in zip(bases, allocation.ranks, strict=True)], allocation
+
+
+def joint_plans(
+    bases: Sequence[SketchBasis],
+    scores: Sequence[JointScores],
+    reduction: float,
+    answers: Sequence[JointScores] | None = None,
+) -> tuple[list[SketchPlan], Allocation]:
+    """Make plans with residuals of several layers, under one budget; `reduction` and `answers` of `allocate_joint`."""
+    allocation = allocate_joint(scores, reduction, answers)
+    every: Any = allocation.residual_bits  # one array per layer
+    tables = zip(bases, allocation.ranks, every, strict=True)
+    form: Any = {"map": MAP, "sketch_dtype": allocation.sketch_dtype}
+    return [SketchPlan(basis, ranks, residual_bits=bits, **form) for basis, ranks, bits in tables], allocation
+
+
+def residual_settings(
+    map: str | CoefficientMap | None,
+    sketch_dtype: str | None,
+    residual_bits: int,
+    method: str | None,
+    reduction: float | None,
+) -> tuple[CoefficientMap, str, Sequence[int]]:
+    """Map, format and possible bits of plans, checked; no bits without residuals.
+
+    A `reduction` asks for residuals, of `residual_bits` or, if that is 0, of any bits. The defaults with residuals are
+    the map "subspace" and int8.
+    """
+    bits = (check_residual_bits(residual_bits),) if residual_bits else () if reduction is None else tuple(STEPS)
+    chosen = CoefficientMap.of(map or (MAP if bits else DEFAULT_MAP))
+    form = SketchFormat.of(sketch_dtype or ("int8" if bits else DEFAULT_FORMAT)).name
+    if bits and chosen.name != MAP:
+        raise ValueError(f"map: expected {MAP!r} with residuals, got {chosen.name!r}")
+    if bits and method == "sensitivity":
+        raise ValueError(f"method: expected 'gradient', 'error' or 'uniform' with residuals, got {method!r}")
+    if method == "uniform" and reduction is not None:
+        raise ValueError(
+            f"reduction: expected None with the method 'uniform', which has a mean rank, got {reduction!r}"
+        )
+    return chosen, form, bits
+
+
+def reduction_of(
+    layers: Sequence[Layer], window: int, mean_rank: float, sketch_dtype: str, residual_bits: int
+) -> float:
+    """Traffic reduction of layers whose heads have one rank, which may be fractional, and one number of bits."""
+    form: Any = {"sketch_dtype": sketch_dtype, "residual_bits": residual_bits}
+    before = after = 0.0
+    for layer in layers:
+        shape = layer.key_dim, layer.value_dim
+        before += layer.heads * traffic.standard(*shape)
+        after += layer.heads * float(traffic.sketch(layer.kind, *shape, mean_rank, window, MAP, **form))
+    return before / after
 
 
 def mean_retained(scores: RankScores, ranks: npt.NDArray[np.int64]) -> float:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sketchssm.cli import options
-from sketchssm.cli.options import AT_LEAST_ONE, PATH
+from sketchssm.cli.options import AT_LEAST_ONE, PATH, POSITIVE
 
 if TYPE_CHECKING:
     from sketchssm.calibrate.plans import Settings
@@ -31,6 +31,12 @@ __all__ = ["command"]
     help="Plan file or, for several trace files, a folder with one plan each. For --model: file of all plans.",
 )
 @click.option("--mean-rank", type=AT_LEAST_ONE, default=7.0, help="Budget: the read bytes of all heads at this rank.")
+@click.option(
+    "--reduction",
+    type=POSITIVE,
+    help="Budget of plans with residuals: how many times less traffic than standard decode. Each head gets a rank and "
+    "1 to 3 bits, or those of --residual-bits.",
+)
 @options.rank_max
 @options.map_settings
 @options.model_options
@@ -39,6 +45,7 @@ def command(
     traces: tuple[Path, ...],
     out: Path,
     mean_rank: float,
+    reduction: float | None,
     rank_max: int | None,
     settings: Settings,
     source: ModelText | None,
@@ -51,30 +58,42 @@ def command(
     """
     from sketchssm.cli.output import Output, plan_paths
 
+    budget: dict[str, Any] = {"mean_rank": mean_rank, "reduction": reduction, "rank_max": rank_max}
     if source is None:
         files = plan_paths(traces, out)
         options.check_files({"TRACES": traces}, out=files, json=json_file)
-        _from_traces(traces, files, mean_rank, rank_max, settings, Output(json_file))
+        _from_traces(traces, files, settings, Output(json_file), **budget)
         return
     options.check_files({"--text": source.text}, out=out, json=json_file)
-    _of_model(source, out, settings, Output(json_file), mean_rank=mean_rank, rank_max=rank_max)
+    _of_model(source, out, settings, Output(json_file), **budget)
 
 
 def _from_traces(
     traces: tuple[Path, ...],
     files: list[Path],
-    mean_rank: float,
-    rank_max: int | None,
     settings: Settings,
     output: Output,
+    *,
+    mean_rank: float,
+    reduction: float | None,
+    rank_max: int | None,
 ) -> None:
     """Make one plan for each trace file."""
-    from sketchssm.calibrate.plans import calibrate, mean_retained, plan_layers
+    from sketchssm.calibrate.plans import (
+        calibrate,
+        joint_plans,
+        mean_retained,
+        plan_layers,
+        reduction_of,
+        residual_settings,
+    )
     from sketchssm.calibrate.traces import Traces, named_errors
     from sketchssm.cli.output import save_plans
     from sketchssm.cuda import common_rank
     from sketchssm.plans.model_plans import AllocationSummary
 
+    chosen = settings.map, settings.sketch_dtype, settings.residual_bits, settings.method
+    _, form, bits = residual_settings(*chosen, reduction)
     layers = []
     with output.progress("calibrating", len(traces)) as step:
         for path in traces:
@@ -83,12 +102,25 @@ def _from_traces(
             with named_errors(recorded):
                 most = rank_max or common_rank(recorded.layer, settings.window)
                 layers.append(calibrate(recorded, settings.window, most))
-    bases, scores = [layer.basis for layer in layers], [layer.scores for layer in layers]
-    made: Any = {name: getattr(settings, name) for name in ("map", "sketch_dtype", "residual_bits")}
-    planned, allocation = plan_layers(bases, scores, mean_rank, settings.method, **made)
+    bases = [layer.basis for layer in layers]
+    if bits and settings.method != "uniform":
+        shapes = [layer.traces.layer for layer in layers]
+        budget = reduction or reduction_of(shapes, settings.window, mean_rank, form, settings.residual_bits)
+        with output.progress("scoring", len(layers)) as step:
+            joint = []
+            for layer, path in zip(layers, traces, strict=True):
+                step(f"scoring {path.name}")
+                joint.append(layer.joint(bits, form, settings.method))
+        planned, allocation = joint_plans(bases, joint, budget)
+        retained = [own.retained(plan.ranks, plan.residual_bits) for own, plan in zip(joint, planned, strict=True)]
+        mean_rank = sum(plan.mean_rank for plan in planned) / len(planned)
+    else:
+        scores = [layer.scores for layer in layers]
+        made: Any = {name: getattr(settings, name) for name in ("map", "sketch_dtype", "residual_bits")}
+        planned, allocation = plan_layers(bases, scores, mean_rank, settings.method, **made)
+        retained = [mean_retained(own, plan.ranks) for own, plan in zip(scores, planned, strict=True)]
     save_plans(planned, files)
     names = list(map(str, files))
-    retained = [mean_retained(own, plan.ranks) for own, plan in zip(scores, planned, strict=True)]
     tokens = max(math.prod(layer.traces.calib.v.shape[:2]) for layer in layers)  # of the same text
     kept = dict(zip(names, retained, strict=True))
     summary = AllocationSummary(mean_rank, allocation.method, allocation.gap, kept, tokens)
@@ -124,11 +156,12 @@ def _show(
     for name, plan in plans.items():
         kept = made.retained[name]
         rows.append([name, plan.layer.kind, ranks_text(plan.ranks), f"{plan.reduction:.2f}x", percent(kept)])
-        own = {each: getattr(plan, each) for each in ("ranks", "sketch_dtype", "reduction")}
+        own = {each: getattr(plan, each) for each in ("ranks", "residual_bits", "sketch_dtype", "reduction")}
         facts[name] = {"kind": plan.layer.kind, "retained_ideal": kept} | own
     columns = [what, "kind", "ranks", "less traffic", "retained (ideal map)"]
-    bits = int(plan.residual_bits.max())
-    form = f"{plan.map}, {plan.sketch_dtype}" + (f" and residuals of {bits} bits" if bits else "")
+    bits = sorted({bits for plan in plans.values() for bits in plan.residual_bits.tolist() if bits})
+    kept_bits = f" and residuals of {', '.join(map(str, bits))} bits" if bits else ""
+    form = f"{plan.map}, {plan.sketch_dtype}{kept_bits}"
     settings = f"{form}, window {plan.window}, by {made.method}"
     output.table(f"{title} at mean rank {made.mean_rank:g} ({settings})", columns, rows, words=3)
     totals = {"reduction": total_reduction(plans.values()), "gap": made.gap}

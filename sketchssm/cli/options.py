@@ -126,16 +126,20 @@ def gather(name: str, make: Callable[..., Any], *options: Callable[[F], F]) -> C
 
 def _settings(
     window: int,
-    map_name: str,
+    map_name: str | None,
     pivots: int | None,
     ridge: float | None,
-    sketch_dtype: str,
+    sketch_dtype: str | None,
     residual_bits: str,
     method: str | None,
 ) -> Settings:
     from sketchssm.calibrate.plans import Settings
 
-    return Settings(window, CoefficientMap(map_name, pivots, ridge), method, sketch_dtype, int(residual_bits))
+    asked = click.get_current_context().params.get("reduction")  # of `calibrate`: asks for residuals too
+    residual = residual_bits != "0" or asked is not None
+    map = CoefficientMap(map_name or ("subspace" if residual else DEFAULT_MAP), pivots, ridge)
+    form = sketch_dtype or ("int8" if residual else DEFAULT_FORMAT)
+    return Settings(window, map, method, form, int(residual_bits))
 
 
 MAP_SETTINGS = tuple(signature(_settings).parameters)
@@ -145,14 +149,18 @@ map_settings = gather(
     "settings",
     _settings,
     click.option("--window", type=click.IntRange(min=2), default=16, help="Tokens from one flush to the next."),
-    click.option("--map", "map_name", type=click.Choice(MAPS), default=DEFAULT_MAP, help="Coefficient map."),
+    click.option(
+        "--map",
+        "map_name",
+        type=click.Choice(MAPS),
+        help=f"Coefficient map.  [default: subspace with residuals, else {DEFAULT_MAP}]",
+    ),
     pivots,
     click.option("--ridge", type=NOT_NEGATIVE, help="Regularisation.  [default: the map's own]"),
     click.option(
         "--sketch-dtype",
         type=click.Choice(list(FORMATS)),
-        default=DEFAULT_FORMAT,
-        help="Format of sketches.",
+        help=f"Format of sketches.  [default: int8 with residuals, else {DEFAULT_FORMAT}]",
     ),
     click.option(
         "--residual-bits",
@@ -163,7 +171,7 @@ map_settings = gather(
     click.option(
         "--method",
         type=click.Choice(METHODS),
-        help="Rank allocation.  [default: uniform with residuals, else gradient if traces have gradients, else error]",
+        help="Rank allocation.  [default: gradient if traces have gradients, else error]",
     ),
 )
 """Settings of plans, as one argument `settings`."""

@@ -76,10 +76,12 @@ class ModelFingerprint:
 class AllocationSummary:
     """Settings and quality of the rank allocation of a model."""
 
-    mean_rank: float  # budget: the read traffic of all heads at this rank
-    method: str  # score that the rank table minimises, see `sketchssm.allocate_ranks`
+    mean_rank: float  # budget: the read traffic of all heads at this rank; of joint allocation the mean of its ranks
+    method: str  # score that the table minimises, see `sketchssm.allocate_ranks` and `sketchssm.allocate_joint`
     gap: float  # no rank table within the budget reduces the objective by a larger share
-    retained: dict[str, float]  # least-squares retained energy of the state reads on the scored text, by layer
+    retained: dict[
+        str, float
+    ]  # retained energy (of rank scores least-squares) of the state reads on the scored text, by layer
     tokens: int  # of calibration text
 
     def __post_init__(self) -> None:

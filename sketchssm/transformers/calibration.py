@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from sketchssm.arrays import interop
 from sketchssm.calibrate.allocation import METHODS, check_mean_rank
 from sketchssm.calibrate.basis import fit_basis
+from sketchssm.calibrate.joint import JointScores
 from sketchssm.calibrate.moments import Moments
-from sketchssm.calibrate.plans import mean_retained, plan_layers
+from sketchssm.calibrate.plans import joint_plans, mean_retained, plan_layers, reduction_of, residual_settings
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.cuda import common_rank
-from sketchssm.layer.checks import check_size
-from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
-from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
+from sketchssm.layer.checks import check_items, check_size
+from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.recurrence import Tokens, check_choice, check_window
 from sketchssm.layer.residual import check_residual_bits
 from sketchssm.plans.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans
@@ -31,6 +34,11 @@ __all__ = ["calibrate", "fingerprint", "progress_steps"]
 SAMPLES = 2**16
 """Values of a parameter that its fingerprint reads, at even distances."""
 
+WINDOWS = 512
+"""Windows of text that score ranks with residuals, at even distances."""
+
+Mask = npt.NDArray[np.bool_]
+
 Take = Callable[[Tokens, Any], object]
 """Takes the inputs ``(batch, tokens, ...)`` of one call of a layer, and the gradient of its output or None."""
 
@@ -42,9 +50,12 @@ def calibrate(
     tokenizer: Any = None,
     length: int | None = None,
     mean_rank: float = 7.0,
+    reduction: float | None = None,
+    prompts: Any = None,
+    answers: Any = None,
     window: int = 16,
-    map: str | CoefficientMap = DEFAULT_MAP,
-    sketch_dtype: str = DEFAULT_FORMAT,
+    map: str | CoefficientMap | None = None,
+    sketch_dtype: str | None = None,
     residual_bits: int = 0,
     method: str | None = None,
     rank_max: int | None = None,
@@ -98,28 +109,34 @@ def calibrate(
     ------
     ValueError
         If a setting or a token id is out of range, there are fewer than two rows of text, a row is not longer than
-        the window, the model has no known layers, inputs of a layer would let its state grow, or a layer's output has
-        no gradient and the method needs one.
+        the window, prompts and answers differ in shape or a prompt has no answer, the model has no known layers,
+        inputs of a layer would let its state grow, or a layer's output has no gradient and the method needs one.
 
     Examples
     --------
     >>> plans = sketchssm.transformers.calibrate(model, text, tokenizer=tokenizer, mean_rank=7)  # doctest: +SKIP
     >>> plans.save("plans.safetensors")  # doctest: +SKIP
+
+    With residuals, at ten times less traffic than standard decode:
+
+    >>> plans = sketchssm.transformers.calibrate(model, text, tokenizer=tokenizer, reduction=10)  # doctest: +SKIP
     """
     check_residual_bits(residual_bits)
-    if method is None:
-        method = "uniform" if residual_bits else "gradient"
+    method = "gradient" if method is None else method
     check_choice("method", method, METHODS)
     check_mean_rank(mean_rank)
     if rank_max is not None:
         check_size("rank_max", rank_max)
-    map = CoefficientMap.of(map)
-    SketchFormat.of(sketch_dtype)
+    map, sketch_dtype, bits = residual_settings(map, sketch_dtype, residual_bits, method, reduction)
     found = layers(model)
     check_window(window)
     rows = token_rows(text, tokenizer, length, least=window + 2, rows=2)
     check_ids(model, rows)
     step = progress or (lambda label: None)
+    questions, wanted = _answered(prompts, answers, window + 2)
+    if questions and (not bits or method != "gradient"):
+        raise ValueError(f"prompts: expected None without residuals and the method 'gradient', got {method!r}")
+    check_ids(model, questions, "prompts")
     fit, score = rows[: len(rows) * 2 // 3], rows[len(rows) * 2 // 3 :]
     graded = method in ("gradient", "sensitivity")
     if graded:
@@ -137,28 +154,73 @@ def calibrate(
         layer = sums.layer
         most = rank_max or common_rank(layer, window)
         bases[name] = fit_basis(sums, min(most, layer.key_dim, layer.value_dim))
-    scores = {name: RankScores(basis) for name, basis in bases.items()}
-    with _streamed(model, {name: _adder(sums) for name, sums in scores.items()}, graded):
-        for i, row in enumerate(score):
-            step(f"scores, row {i + 1} of {len(score)}")
-            if graded:
-                _backward(model, row)
-            else:
-                with torch.no_grad():
-                    run_row(model, row)
-
-    scored = list(scores.values())
-    settings: Any = {"map": map, "sketch_dtype": sketch_dtype, "residual_bits": residual_bits}
-    planned, allocation = plan_layers(list(bases.values()), scored, mean_rank, method, **settings)
+    joint = bool(bits) and method != "uniform"
+    every = max(1, sum(row.size // window for row in score) // WINDOWS)
+    form: Any = {"bits": bits, "sketch_dtype": sketch_dtype}
+    scores: dict[str, Any] = {
+        name: JointScores(basis, every=every, **form) if joint else RankScores(basis) for name, basis in bases.items()
+    }
+    _score(model, scores, score, None, graded, "scores", step)
+    if joint:
+        asked = {name: JointScores(basis, **form) for name, basis in bases.items()}
+        _score(model, asked, questions, wanted, True, "answers", step)
+        shapes = [x.layer for x in found.values()]
+        budget = reduction or reduction_of(shapes, window, mean_rank, sketch_dtype, residual_bits)
+        second = list(asked.values()) if questions else None
+        planned, allocation = joint_plans(list(bases.values()), list(scores.values()), budget, second)
+    else:
+        settings: Any = {"map": map, "sketch_dtype": sketch_dtype, "residual_bits": residual_bits}
+        planned, allocation = plan_layers(list(bases.values()), list(scores.values()), mean_rank, method, **settings)
     plans = dict(zip(found, planned, strict=True))
-    retained = {name: mean_retained(scores[name], plan.ranks) for name, plan in plans.items()}
+    if joint:
+        retained = {name: scores[name].retained(plan.ranks, plan.residual_bits) for name, plan in plans.items()}
+        mean_rank = float(np.mean([plan.mean_rank for plan in planned]))
+    else:
+        retained = {name: mean_retained(scores[name], plan.ranks) for name, plan in plans.items()}
     tokens = sum(row.size for row in rows)
     summary = AllocationSummary(float(mean_rank), allocation.method, allocation.gap, retained, tokens)
     return ModelPlans(plans, fingerprint(model), summary)
 
 
+def _score(
+    model: torch.nn.Module,
+    scores: Mapping[str, RankScores | JointScores],
+    rows: Sequence[Ids],
+    wanted: Sequence[Mask] | None,
+    graded: bool,
+    label: str,
+    step: Callable[[str], None],
+) -> None:
+    """Add the samples of rows to scores, with gradients of the loss of all tokens or of the wanted ones."""
+    with _streamed(model, {name: _adder(sums) for name, sums in scores.items()}, graded):
+        for i, row in enumerate(rows):
+            step(f"{label}, row {i + 1} of {len(rows)}")
+            if graded:
+                _backward(model, row, None if wanted is None else wanted[i])
+            else:
+                with torch.no_grad():
+                    run_row(model, row)
+
+
+def _answered(prompts: Any, answers: Any, least: int) -> tuple[list[Ids], list[Mask]]:
+    """Rows of prompts and the places of their answers, checked; none if both are None."""
+    if prompts is None and answers is None:
+        return [], []
+    for name, given, other in (("prompts", prompts, "answers"), ("answers", answers, "prompts")):
+        if given is None:
+            raise ValueError(f"{name}: expected an argument beside {other}, got None")
+    rows = token_rows(prompts, least=least, name="prompts")
+    marks = [interop.to_host(row, "answers") for row in check_items("answers", answers, "rows of bool")]
+    if [mark.shape for mark in marks] != [row.shape for row in rows]:
+        raise ValueError(f"answers: expected the {len(rows)} rows of prompts with as many tokens each, got others")
+    for index, mark in enumerate(marks):
+        if mark.dtype != bool or not mark[1:].any():  # nothing predicts the first token
+            raise ValueError(f"answers: expected bool, and one True after the first token of row {index}")
+    return rows, marks
+
+
 def progress_steps(rows: int) -> int:
-    """Number of calls of `progress` by `calibrate` for some number of rows."""
+    """Number of calls of `progress` by `calibrate` for some number of rows, of text and of prompts."""
     return rows + 1
 
 
@@ -233,7 +295,7 @@ class _Stream:
             self._take(tokens, grad.detach().float().cpu().numpy())
 
 
-def _adder(sums: Moments | RankScores) -> Take:
+def _adder(sums: Moments | RankScores | JointScores) -> Take:
     if isinstance(sums, Moments):
         return lambda tokens, grad: sums.update(*tokens)
     return lambda tokens, grad: sums.update(*tokens, grad=grad)
@@ -272,14 +334,18 @@ def _check_gradients(model: Any, row: Ids, method: str, names: list[str]) -> Non
             )
 
 
-def _backward(model: Any, row: Ids) -> None:
-    """Backward pass of the summed next-token cross-entropy of a row."""
+def _backward(model: Any, row: Ids, wanted: Mask | None = None) -> None:
+    """Backward pass of the summed next-token cross-entropy of a row, of all its tokens or of the wanted ones."""
     # The backward pass ends at the embeddings, because no parameter has a gradient.
     start = model.get_input_embeddings().register_forward_hook(lambda module, given, x: x.detach().requires_grad_())
     try:
         with torch.enable_grad():
             logits, ids = run_row(model, row)
-            loss = F.cross_entropy(logits[:-1].float(), ids[1:], reduction="sum")
+            logits, following = logits[:-1], ids[1:]
+            if wanted is not None:
+                kept = torch.from_numpy(wanted[1:]).to(logits.device)
+                logits, following = logits[kept], following[kept]
+            loss = F.cross_entropy(logits.float(), following, reduction="sum")
             if loss.requires_grad:
                 loss.backward()
     finally:

@@ -20,14 +20,16 @@ LENGTH = 1024
 """Default number of tokens of a row."""
 
 
-def token_rows(text: Any, tokenizer: Any = None, length: int | None = None, *, least: int, rows: int = 1) -> list[Ids]:
+def token_rows(
+    text: Any, tokenizer: Any = None, length: int | None = None, *, least: int, rows: int = 1, name: str = "text"
+) -> list[Ids]:
     """Rows of token ids, ``(tokens,)`` each. Each row runs through a model separately.
 
     Strings are tokenised and joined, with the tokenizer's end-of-sequence token between them, and cut into rows of
     `length` tokens, default 1024; so is an array of one axis. The rest after the last whole row is left out. An array
     ``(rows, tokens)`` and a sequence of arrays ``(tokens,)`` are rows already. TypeError if `text` is nothing of
     these. ValueError if there are fewer than `rows` rows or `least` tokens in a row, strings have no tokenizer, or
-    `length` or `tokenizer` would have no effect.
+    `length` or `tokenizer` would have no effect. Errors call the text `name`.
     """
     strings = [text] if isinstance(text, str) else text
     if isinstance(strings, Sequence) and strings and all(isinstance(x, str) for x in strings):
@@ -37,29 +39,29 @@ def token_rows(text: Any, tokenizer: Any = None, length: int | None = None, *, l
     elif tokenizer is not None:
         raise ValueError("tokenizer: expected None with token ids")
     elif hasattr(text, "shape") and len(text.shape) == 1:
-        found = _cut(_ids(text), length)
+        found = _cut(_ids(text, name), length)
     elif length is not None:
         raise ValueError(f"length: expected None with rows of token ids, got {length}")
     else:
-        found = [_ids(row) for row in check_items("text", text, "strings or of rows of token ids")]
+        found = [_ids(row, name) for row in check_items(name, text, "strings or of rows of token ids")]
     short = [row.size for row in found if row.size < least]
     if short:
-        raise ValueError(f"text: expected rows of at least {least} tokens, got a row of {short[0]}")
+        raise ValueError(f"{name}: expected rows of at least {least} tokens, got a row of {short[0]}")
     if len(found) < rows:
         raise ValueError(
-            f"text: expected at least {rows} rows, got {len(found)}; give more text or, for text that is cut into "
+            f"{name}: expected at least {rows} rows, got {len(found)}; give more text or, for text that is cut into "
             f"rows, a smaller length than {LENGTH if length is None else length}"
         )
     return found
 
 
-def check_ids(model: Any, rows: Sequence[Ids]) -> None:
+def check_ids(model: Any, rows: Sequence[Ids], name: str = "text") -> None:
     """Refuse token ids that the model does not know: on a GPU they would end the process's use of the device."""
     known = model.get_input_embeddings().weight.shape[0]
     for row in rows:
         wrong = row[(row < 0) | (row >= known)]
         if wrong.size:
-            raise ValueError(f"text: expected token ids from 0 to {known - 1}, got {wrong[0]}")
+            raise ValueError(f"{name}: expected token ids from 0 to {known - 1}, got {wrong[0]}")
 
 
 def run_row(model: Any, row: Ids) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,11 +80,11 @@ def _tokenised(strings: Sequence[str], tokenizer: Any) -> Ids:
     return np.array(ids, dtype=np.int64)
 
 
-def _ids(row: Any) -> Ids:
-    array = interop.to_host(row, "text")
+def _ids(row: Any, name: str) -> Ids:
+    array = interop.to_host(row, name)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueError(
-            f"text: expected strings or integers (tokens,) or (rows, tokens), got {array.dtype} of {array.shape}"
+            f"{name}: expected strings or integers (tokens,) or (rows, tokens), got {array.dtype} of {array.shape}"
         )
     return array.astype(np.int64)
 
