@@ -160,11 +160,7 @@ def variants():
         plan = make_plan(LAYERS[name], np.resize([7, 35, 16, 19], LAYERS[name].heads), rng, map="ridge")
         flush = next(v for v in SketchEngine(plan, 1, stored).variants() if v.operation == "flush")
         chosen[f"{name}-{label}-flush"] = flush
-    drafts = {
-        f"{name}_draft": draft_variant(v)
-        for name, v in chosen.items()
-        if v.operation == "read" and "residual" not in name
-    }
+    drafts = {f"{name}_draft": draft_variant(v) for name, v in chosen.items() if v.operation == "read"}
     for name, v in chosen.items():
         if v.operation == "standard":
             drafts[f"{name}_draft"] = standard_draft_variant(v, 4)

@@ -10,7 +10,6 @@ import sketchssm as ss
 from sketchssm.cuda.layout import pack_plan
 from sketchssm.layer.checks import UnsupportedError
 from sketchssm.layer.recurrence import FULL_STATE, Layer
-from sketchssm.layer.residual import STEPS
 from sketchssm.reference import maps
 from sketchssm.reference.residual import encode_residual
 
@@ -206,15 +205,34 @@ def test_a_state_that_is_not_finite_stays_in_its_slot():
     assert not np.isfinite(outputs[0][0, 4:, 3, 5]).any()
 
 
+@pytest.mark.parametrize("activation", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_drafts_read_residuals(kind, activation):
+    rng = np.random.default_rng(10)
+    layer, plan = LAYERS[kind], residual_plan(rng, kind, sketch_dtype="int8", window=8)
+    head, twin = head_on_cuda(plan, activation), head_on_cuda(plan, activation)
+    state, tokens = states_of(rng, layer, 2), rounded(tokens_of(rng, layer, 2, 9))
+    tokens = narrow(tokens) if activation == "bfloat16" else tokens
+
+    def step(which, first, end, **options):
+        given = at(tokens, np.s_[:, first:end])
+        return which.step(*given, slots=[1, 3], out=np.zeros(given.v.shape, np.float32), **options)
+
+    for each in (head, twin):
+        each.warmup(drafts=True)
+        each.load_state(state, slots=[1, 3])
+    step(head, 0, 1), step(twin, 0, 1)
+    drafted = step(head, 1, 7, draft=True)  # two groups, the second not full
+    assert relative(drafted, step(twin, 1, 7)) < 1e-4  # queries and weights to 2^-16, in another order
+    head.commit([6, 6], slots=[1, 3])
+    drafted = step(head, 7, 9, draft=True)  # no room: folds 7 tokens, and sketches anew
+    twin.flush([1, 3])
+    assert relative(drafted, step(twin, 7, 9)) < 1e-4
+
+
 def test_refusals():
     rng = np.random.default_rng(9)
     plan = residual_plan(rng, "gdn", sketch_dtype="int8")
-    head = head_on_cuda(plan, "bfloat16")
-    assert head.drafts == 0
-    with pytest.raises(ValueError, match=r"^draft: expected False, as the CUDA kernels have no drafts of residuals"):
-        head.step(*narrow(tokens_of(rng, plan.layer, 4, 1)), draft=True)
     high = plan_of(rng, plan.layer, 17, "subspace", window=4)
     with pytest.raises(UnsupportedError, match=r"^ranks: the CUDA kernels have ranks of up to 16 with"):
         ss.SketchHead(high, 1, "cuda")
-    for bits in STEPS:  # pure sketches of this map are dense maps, with drafts
-        assert ss.SketchHead(plan_of(rng, plan.layer, bits, "subspace", window=4), 1, "cuda").drafts == 3

@@ -214,7 +214,16 @@ constexpr int DRAFT_COLUMNS = (TILE_HEADS * DRAFT_WEIGHTS + 31) / 32 * 32 + 8;
 DEVICE int first_token_row(int rank) { return CODED ? (rank + 15) / 16 * 16 : rank; }
 
 // Small intermediate results for a group of drafts in shared memory, one DraftScratch per warp.
-struct DraftScratch {
+// Queries in slices, for residuals (draft/residual.cuh); with SWIZZLED the outputs stay in registers.
+template <bool USED> struct DraftResidualScratch {
+    union {
+        alignas(16) signed char slices[2 * GROUP * K];
+        float outputs[SWIZZLED ? 1 : GROUP][SWIZZLED ? 1 : V];
+    };
+};
+template <> struct DraftResidualScratch<false> {};
+
+struct DraftScratch : DraftResidualScratch<(RESIDUAL > 0)> {
     union {
         struct {
             alignas(16) float product[MATRIX && ERASES ? 16 : 1][20];  // <k_s, k_j>; padded against bank conflicts

@@ -7,17 +7,23 @@
 #pragma once
 #include "draft/backward.cuh"
 #include "draft/project.cuh"
+#include "draft/residual.cuh"
 #include "read/values.cuh"
 
 // All heads of the tile on the tensor cores, side by side. Draft t of the `many` in the group goes to
-// output + t * HEADS * V. Sums of a full-state head are not stored.
+// output + t * HEADS * V. Sums of a full-state head are not stored. `query(h, t, x)`: see add_draft_residual.
+template <class Query>
 DEVICE void multiply_draft_values(const DraftBuffer& buffer, const TileHeads& heads, int many, out_t* output,
-                                  const DraftScratch& scratch) {
+                                  DraftScratch& scratch, [[maybe_unused]] const Query& query) {
     constexpr int ELEMENT = sizeof(act_t), VALUE = TileBuffer::VALUE;
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, half = lane / 8 % 2 * 16;
     const int place = lane % 8 + lane / 16 * 8;  // row of an operand that the lane loads
     const float* const weights = &scratch.c[r / 2][2 * c];
     float sums[TILE_HEADS][V / 16][4] = {};
+#if RESIDUAL
+#pragma unroll
+    for (int h = 0; h < TILE_HEADS; h++) add_draft_residual(sums[h], buffer, heads, h, scratch.slices, query);
+#endif
     // Slices of the weights of rows n to n + 15; 0 from `end` on.
     auto load_slices = [&](int h, int n, int end, u32(&slices)[2]) {
 #pragma unroll
@@ -101,9 +107,21 @@ DEVICE void multiply_draft_values(const DraftBuffer& buffer, const TileHeads& he
 }
 
 // Row by row, for other types.
+template <class Query>
 DEVICE void add_draft_values(const DraftBuffer& buffer, const TileHeads& heads, int many, out_t* output,
-                             DraftScratch& scratch) {
+                             DraftScratch& scratch, [[maybe_unused]] const Query& query) {
     const int rank = heads.rank[0];
+#if RESIDUAL
+    const int lane = threadIdx.x % 32;
+    float sums[V / 16][4] = {};
+    add_draft_residual(sums, buffer, heads, 0, scratch.slices, query);
+#pragma unroll
+    for (int i = 0; i < V / 8; i++)
+        scratch.outputs[lane % 4][8 * i + lane / 4] = sums[i / 2][i % 2 * 2];
+    auto start = [&](int t, int channel) { return scratch.outputs[t][channel]; };
+#else
+    auto start = [](int, int) { return 0.f; };
+#endif
     for (int j = threadIdx.x % 32; j < rank; j += 32) {
         const ColumnFactors factors(buffer, heads, 0, j);
 #pragma unroll
@@ -111,5 +129,5 @@ DEVICE void add_draft_values(const DraftBuffer& buffer, const TileHeads& heads, 
     }
     __syncwarp();
     add_values<GROUP>(buffer.sketches(), rank, buffer.value_half, buffer.count(), many, output, scratch.c,
-                      scratch.weight, [](int, int) { return 0.f; });
+                      scratch.weight, start);
 }

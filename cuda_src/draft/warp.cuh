@@ -91,13 +91,14 @@ struct DraftReader {
 };
 
 // Values and outputs of drafts first, first + 1, ... of a tile, GROUP at most, from the coefficients.
+template <class Query>
 DEVICE void read_values_of_group(const DraftReader& of, const DraftTile& tile, const DraftBuffer& buffer, int first,
-                                 DraftScratch& scratch) {
+                                 DraftScratch& scratch, const Query& query) {
     const TileHeads& own = of.heads_of(tile);
     const int many = min(tile.length - first, GROUP);
     __syncwarp();
-    if constexpr (SWIZZLED) multiply_draft_values(buffer, own, many, of.output(tile, 0, first), scratch);
-    else add_draft_values(buffer, own, many, of.output(tile, 0, first), scratch);
+    if constexpr (SWIZZLED) multiply_draft_values(buffer, own, many, of.output(tile, 0, first), scratch, query);
+    else add_draft_values(buffer, own, many, of.output(tile, 0, first), scratch, query);
     __syncwarp();
 }
 
@@ -110,16 +111,13 @@ DEVICE void read_group(const DraftReader& of, const DraftTile& tile, const Draft
     MapRow first_rows[TILE_HEADS];
 #pragma unroll
     for (int h = 0; h < TILE_HEADS; h++) first_rows[h] = load_map(arg, buffer, own, h, 0);
-    if constexpr (ERASES) {
-        project_drafts_matrix(arg, buffer, own, scalars, first_rows, first, scratch);
-    } else {
-        project_drafts_query(arg, buffer, own, scalars, first_rows, of.scores_of(tile), first,
-                             [&](int t) {
-                                 return arg.token(tile.row, min(first + t, tile.length - 1), tile.head()).q;
-                             },
-                             scratch);
-    }
-    read_values_of_group(of, tile, buffer, first, scratch);
+    auto query = [&](int t) { return arg.token(tile.row, min(first + t, tile.length - 1), tile.head()).q; };
+    if constexpr (ERASES) project_drafts_matrix(arg, buffer, own, scalars, first_rows, first, scratch);
+    else project_drafts_query(arg, buffer, own, scalars, first_rows, of.scores_of(tile), first, query, scratch);
+    read_values_of_group(of, tile, buffer, first, scratch, [&](int h, int t, float(&x)[LK]) {
+        effective_query(x, query(t), buffer, scratch.part[ERASES ? t : 0][h],
+                        min(tile.pos + first + t, buffer.count() - 1), scratch.window_decay[t][h]);
+    });
 }
 
 // A tile that does not read: its drafts are appended, and outputs past the last draft are 0.
@@ -223,7 +221,10 @@ DEVICE void read_drafts_in_halves(const DraftReader& of, DraftMemory& memory, ch
             } else {
                 project_lanes<GROUP>(arg, buffer, own, x, scratch.c, scratch.y);
             }
-            read_values_of_group(of, tile, buffer, first, scratch);
+            read_values_of_group(of, tile, buffer, first, scratch, [&](int, int t, float(&query)[LK]) {
+#pragma unroll
+                for (int n = 0; n < LK; n++) query[n] = x[t][n];
+            });
         }
         of.write_zeros(tile);
         phase++;

@@ -53,10 +53,32 @@ DEVICE float2 slice_query(float (&x)[LK], signed char* slices) {
     return make_float2(most * (1 / SLICE), warp_sum(sum));
 }
 
+// This lane's words of a query's slice, as right operands.
+DEVICE void load_slices(uint2 (&query)[K / 32], const signed char* slice) {
+    const uint4* const own = reinterpret_cast<const uint4*>(slice + threadIdx.x % 4 * (K / 4));
+#pragma unroll
+    for (int i = 0; i < K / 64; i++) {
+        const uint4 four = own[i];
+        query[2 * i] = make_uint2(four.x, four.y), query[2 * i + 1] = make_uint2(four.z, four.w);
+    }
+}
+// d += the codes of a block of 16 rows times the slices.
+template <int BITS>
+DEVICE void multiply_codes(int (&d)[4], const char* codes, int block, const uint2 (&query)[K / 32]) {
+    BlockCodes<BITS> rows;
+    rows.load(codes, block);
+#pragma unroll
+    for (int step = 0; step < K / 32; step++) {
+        const u32 a[4] = {rows.of(2 * step), rows.of(ROW_REGISTERS + 2 * step), rows.of(2 * step + 1),
+                          rows.of(ROW_REGISTERS + 2 * step + 1)};
+        mma_codes(d, a, query[step].x, query[step].y);
+    }
+}
+DEVICE constexpr float level_of_zero(int bits) { return (1 << (bits - 1)) - 0.5f; }  // as a code
+
 // Adds head h's residual times the effective query x to the outputs.
 template <int BITS>
 DEVICE void multiply_residual(ResidualShare& out, const char* codes, int h, float (&x)[LK], signed char* slices) {
-    constexpr int STEPS = K / 32;
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     const u16* const scales = scales_of(codes, BITS);
     Packed<BF16, LK> columns;
@@ -65,14 +87,9 @@ DEVICE void multiply_residual(ResidualShare& out, const char* codes, int h, floa
     for (int n = 0; n < LK; n++) x[n] *= columns[n];
     const float2 unit = slice_query(x, slices);
     __syncwarp();
-    uint2 query[STEPS];  // even columns of the right operand hold the first slice, odd columns the second
-    const uint4* const own = reinterpret_cast<const uint4*>(slices + r % 2 * K + c * (K / 4));
-#pragma unroll
-    for (int i = 0; i < STEPS / 2; i++) {
-        const uint4 four = own[i];
-        query[2 * i] = make_uint2(four.x, four.y), query[2 * i + 1] = make_uint2(four.z, four.w);
-    }
-    const float zero = ((1 << (BITS - 1)) - 0.5f) * unit.y;
+    uint2 query[K / 32];  // even columns of the right operand hold the first slice, odd columns the second
+    load_slices(query, slices + r % 2 * K);
+    const float zero = level_of_zero(BITS) * unit.y;
 #pragma unroll
     for (int i = 0; i < ResidualShare::COUNT; i++) {
         int sums[4] = {};
@@ -80,15 +97,8 @@ DEVICE void multiply_residual(ResidualShare& out, const char* codes, int h, floa
         for (int j = 0; j < ResidualShare::SERVED; j++) {
             const int block = i * ResidualShare::SERVED + j;
             if (block >= ResidualShare::BLOCKS) continue;
-            BlockCodes<BITS> rows;
-            rows.load(codes, block);
             int d[4] = {};
-#pragma unroll
-            for (int step = 0; step < STEPS; step++) {
-                const u32 a[4] = {rows.of(2 * step), rows.of(ROW_REGISTERS + 2 * step), rows.of(2 * step + 1),
-                                  rows.of(ROW_REGISTERS + 2 * step + 1)};
-                mma_codes(d, a, query[step].x, query[step].y);
-            }
+            multiply_codes<BITS>(d, codes, block, query);
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 if (c / TILE_HEADS == j) sums[e] = d[e];
@@ -121,22 +131,24 @@ DEVICE ResidualShare read_residual(const Buffer& buffer, const TileHeads& heads,
     return out;
 }
 
-// This lane's channels of head h's effective query on the tensor-core path (MATRIX), once the weights are known.
-DEVICE void effective_query(const TileBuffer& buffer, const Scratch& scratch, int h, float (&x)[LK]) {
+// This lane's channels of an effective query on the tensor-core path (MATRIX), once the weights are known.
+// `query` (K); keys of tokens 0 to `newest` with the query's parts (see Scratch); `decay` of the window.
+template <class Buffer>
+DEVICE void effective_query(float (&x)[LK], const act_t* query, const Buffer& buffer, const float* parts, int newest,
+                            float decay) {
     const int lane = threadIdx.x % 32;
-    Packed<ACT, LK> query;
-    query.load(buffer.query() + lane * LK);
+    Packed<ACT, LK> packed;
+    packed.load(query + lane * LK);
 #pragma unroll
-    for (int n = 0; n < LK; n++) x[n] = query[n];
+    for (int n = 0; n < LK; n++) x[n] = packed[n];
     if constexpr (ERASES)
 #pragma unroll 4
-        for (int s = 0; s <= buffer.pos; s++) {
+        for (int s = 0; s <= newest; s++) {
             Packed<ACT, LK> key;
             key.load(buffer.key(s) + lane * LK);
-            const float part = scratch.query_part[h][s];
 #pragma unroll
-            for (int n = 0; n < LK; n++) x[n] -= part * key[n];
+            for (int n = 0; n < LK; n++) x[n] -= parts[s] * key[n];
         }
 #pragma unroll
-    for (int n = 0; n < LK; n++) x[n] *= scratch.window_decay[h];
+    for (int n = 0; n < LK; n++) x[n] *= decay;
 }

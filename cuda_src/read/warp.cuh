@@ -164,8 +164,10 @@ DEVICE void read_whole_tiles(const TileReader& of, WarpMemory& memory, char* con
             __syncwarp();
             ResidualShare residual;
 #if RESIDUAL
-            residual = read_residual(buffer, own, memory.scratch,
-                                     [&](int h, float(&x)[LK]) { effective_query(buffer, memory.scratch, h, x); });
+            residual = read_residual(buffer, own, memory.scratch, [&](int h, float(&x)[LK]) {
+                effective_query(x, buffer.query(), buffer, memory.scratch.query_part[h], tile.pos,
+                                memory.scratch.window_decay[h]);
+            });
 #endif
             read_values(buffer, own, residual, of.output(tile), memory.scratch);
             __syncwarp();

@@ -53,8 +53,6 @@ class WindowEngine:
         self.slots = slots = DeviceSlots(layer, num_slots, options, window, packed)
         self.arrays = DeviceArrays(layer, options, slots.overlaps)
         self.state, self.memory, self.drafts = slots.state, slots.memory, min(MAX_DRAFTS, window - 1)
-        if "RESIDUAL" in packed.constants:
-            self.drafts = 0
         self.copy, self.rejoin, self.left_out = slots.copy, slots.rejoin, slots.left_out
         self.reset, self.commit = slots.reset, slots.commit
         rows = packed.projection

@@ -71,8 +71,6 @@ class SketchHead(ExactHead):
         with arrays on a device, if the head computes on the host and has to copy them.
     """
 
-    _no_drafts = "as the CUDA kernels have no drafts of residuals"
-
     def __init__(
         self,
         plan: SketchPlan,
