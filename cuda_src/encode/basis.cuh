@@ -122,24 +122,24 @@ DEVICE float4 load_row(const float* row) {
     return K == 128 || lane < K / 4 ? reinterpret_cast<const float4*>(row)[lane] : make_float4(0, 0, 0, 0);
 }
 
-// Row g of (D^-1/2 L^-1), for the Gram matrix L D L^T of m.rows: lane RANKS + j returns column j. A row
+// Row g of (D^-1/2 L^-1), for the Gram matrix L D L^T of m.rows, N at least the rank: lane N + j returns column j. A row
 // that depends on the rows before it is zero. By a whole warp; lane j has column j of the Gram matrix beside the unit
 // matrix.
-DEVICE float inverse_factor(const EncodeMemory& m, int rank, int g) {
+template <int N> DEVICE float inverse_factor(const EncodeMemory& m, int rank, int g) {
     const int lane = threadIdx.x % 32;
-    float column[RANKS];
+    float column[N];
 #pragma unroll
-    for (int i = 0; i < RANKS; i++)
-        column[i] = lane < RANKS ? m.gram[max(i, lane)][min(i, lane)] : i == lane - RANKS ? 1.f : 0.f;
+    for (int i = 0; i < N; i++)
+        column[i] = lane < N ? m.gram[max(i, lane)][min(i, lane)] : i == lane - N ? 1.f : 0.f;
     float own = 0;
 #pragma unroll
-    for (int p = 0; p < RANKS; p++) {
+    for (int p = 0; p < N; p++) {
         if (p >= rank) break;
         const float pivot = __shfl_sync(ALL, column[p], p), before = m.gram[p][p];
         const float inverse = pivot > PIVOT_TOLERANCE * PIVOT_TOLERANCE * before ? 1.f / pivot : 0.f;
         if (p == g) own = column[p] * sqrtf(inverse);
 #pragma unroll
-        for (int i = p + 1; i < RANKS; i++) column[i] -= __shfl_sync(ALL, column[i], p) * inverse * column[p];
+        for (int i = p + 1; i < N; i++) column[i] -= __shfl_sync(ALL, column[i], p) * inverse * column[p];
     }
     return own;
 }
@@ -232,10 +232,11 @@ DEVICE void adapt_basis(EncodeMemory& m, const StateRows& state, const uint2* om
     for (int g = warp; g < round_up(rank, GROUP); g += WARPS) {
         float4 row = make_float4(0, 0, 0, 0);
         if (g < rank) {
-            const float factors = inverse_factor(m, rank, g);
+            const bool few = rank <= GROUP;
+            const float factors = few ? inverse_factor<GROUP>(m, rank, g) : inverse_factor<RANKS>(m, rank, g);
 #pragma unroll 1
             for (int j = 0; j <= g; j++) {
-                const float factor = __shfl_sync(ALL, factors, RANKS + j);
+                const float factor = __shfl_sync(ALL, factors, (few ? GROUP : RANKS) + j);
                 const float4 x = load_row(m.rows[j]);
                 row.x += factor * x.x, row.y += factor * x.y, row.z += factor * x.z, row.w += factor * x.w;
             }

@@ -123,8 +123,12 @@ class JointScores:
 
         Parameters
         ----------
-        q, k, v, g, beta, grad, carry
+        q, k, v, g : array
             As of `RankScores.update`.
+        beta, grad : array, optional
+            As of `RankScores.update`.
+        carry : Carry, optional
+            Result of the previous call, to continue the same sequences.
 
         Returns
         -------
