@@ -60,9 +60,10 @@ def test_scores_are_errors_of_what_the_reference_reads(kind, form):
     scores = scored(layer, tokens, grad, basis, sketch_dtype=form)
     omega = basis.columns(4)[0].astype(np.float64)
     want = {name: np.zeros((layer.heads, 4)) for name in ("paired", "error", "isotropic")}
-    count = np.zeros(layer.heads)
+    count, energy = np.zeros(layer.heads), np.zeros(layer.heads)
 
     def visit(reads):
+        energy[:] += np.square(reads.queries @ reads.state).sum((0, 2, 3))
         count[:] += reads.queries.shape[-2] * reads.state.shape[0]
         for head, row, (at, (rank, bits)) in itertools.product(
             range(layer.heads), range(reads.state.shape[0]), enumerate(PAIRS)
@@ -79,6 +80,10 @@ def test_scores_are_errors_of_what_the_reference_reads(kind, form):
 
     walk(layer, host_tokens(layer, *tokens), 8, None, visit)
     assert np.array_equal(scores.samples, count)
+    assert scores.energy == pytest.approx(energy)
+    chosen = scores.retained(np.full(layer.heads, 4), np.full(layer.heads, 3))
+    assert chosen == pytest.approx(1 - want["error"][:, 3].sum() / energy.sum(), rel=1e-3)
+    assert scores.retained(np.full(layer.heads, ss.FULL_STATE), np.zeros(layer.heads, int)) == 1
     for name, sums in want.items():
         # codes at the edge of two levels may differ with the rounding of a basis; next to none do
         np.testing.assert_allclose(getattr(scores, name).reshape(layer.heads, 4), sums, rtol=1e-3, err_msg=name)
@@ -126,6 +131,7 @@ def test_against_exhaustive_search():
         values = np.append(values, np.zeros((3, 1)), axis=1)
         tables = list(itertools.product(range(5), repeat=3))
         sums = [values[range(3), table].sum() for table in tables if costs[list(table)].sum() <= allocation.budget]
+        assert allocation.budget == pytest.approx(3 * (32 / reduction - 2) * 4 * 128 * 128 / 15, rel=1e-9)
         assert allocation.bound <= min(sums) * (1 + 1e-12)
         assert min(sums) <= allocation.objective * (1 + 1e-12)
         assert allocation.objective - min(sums) <= allocation.gap * allocation.objective + 1e-12
@@ -169,8 +175,8 @@ def test_answers_count_as_much_as_text_on_any_scale():
         scaled = filled(scale * asked.paired)
         assert ss.allocate_joint(text, 9.7, scaled).residual_bits.tolist() == [3, 3, 1]
         assert ss.allocate_joint(filled(scale * text.paired), 9.7, asked).residual_bits.tolist() == [3, 3, 1]
-    longer = filled(asked.paired)
-    longer.samples *= 7  # means, not sums: the same shares
+    longer = filled(asked.paired * np.array([7, 1, 1])[:, None, None])
+    longer.samples[0] = 7  # means, not sums
     assert ss.allocate_joint(text, 9.7, longer).objective == pytest.approx(want.objective)
 
 

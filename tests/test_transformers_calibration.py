@@ -383,6 +383,9 @@ def test_bits_that_are_given(qwen):
     assert plans.reduction >= even.reduction * (1 - 1e-9)
     for plan in plans.values():
         assert set(plan.residual_bits.tolist()) <= {0, 2}
+    whole = st.calibrate(qwen, text(), reduction=1.0, window=WINDOW)
+    assert all((plan.ranks == ss.FULL_STATE).all() for plan in whole.values())
+    assert (whole.allocation.mean_rank, set(whole.allocation.retained.values())) == (0, {1.0})
     blind = st.calibrate(qwen, text(), reduction=1.7, method="error", window=WINDOW)
     assert blind.allocation.method == "joint-error"
 

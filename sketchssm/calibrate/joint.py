@@ -174,7 +174,18 @@ class JointScores:
         sums["samples"] += count * reads.live.sum(axis=0)
 
     def retained(self, ranks: npt.NDArray[np.int64], bits: npt.NDArray[np.int64]) -> float:
-        """Share of the energy of all heads' state reads that is right at some ranks and bits, both scored."""
+        """Share of the energy of all heads' state reads that some ranks and bits retain.
+
+        Parameters
+        ----------
+        ranks, bits : ndarray of int64, (heads,)
+            Of each head, both scored; or `FULL_STATE` with any bits.
+
+        Returns
+        -------
+        float
+            1 - energy of the errors / energy of the reads.
+        """
         lost = 0.0
         for head, (rank, own) in enumerate(zip(ranks.tolist(), bits.tolist(), strict=True)):
             if rank != FULL_STATE:

@@ -30,6 +30,7 @@ __all__ = [
     "calibrate",
     "joint_plans",
     "mean_retained",
+    "mean_sketch_rank",
     "plan_layers",
     "reduction_of",
     "residual_settings",
@@ -181,6 +182,12 @@ def reduction_of(
         before += layer.heads * traffic.standard(*shape)
         after += layer.heads * float(traffic.sketch(layer.kind, *shape, mean_rank, window, MAP, **form))
     return before / after
+
+
+def mean_sketch_rank(plans: Sequence[SketchPlan]) -> float:
+    """Mean rank of all sketched heads of several layers; 0 if there are none."""
+    ranks = np.concatenate([plan.ranks[plan.ranks != FULL_STATE] for plan in plans])
+    return float(ranks.mean()) if ranks.size else 0.0
 
 
 def mean_retained(scores: RankScores, ranks: npt.NDArray[np.int64]) -> float:

@@ -83,6 +83,7 @@ def _from_traces(
         calibrate,
         joint_plans,
         mean_retained,
+        mean_sketch_rank,
         plan_layers,
         reduction_of,
         residual_settings,
@@ -113,7 +114,7 @@ def _from_traces(
                 joint.append(layer.joint(bits, form, settings.method))
         planned, allocation = joint_plans(bases, joint, budget)
         retained = [own.retained(plan.ranks, plan.residual_bits) for own, plan in zip(joint, planned, strict=True)]
-        mean_rank = sum(plan.mean_rank for plan in planned) / len(planned)
+        mean_rank = mean_sketch_rank(planned)
     else:
         scores = [layer.scores for layer in layers]
         made: Any = {name: getattr(settings, name) for name in ("map", "sketch_dtype", "residual_bits")}
@@ -158,7 +159,8 @@ def _show(
         rows.append([name, plan.layer.kind, ranks_text(plan.ranks), f"{plan.reduction:.2f}x", percent(kept)])
         own = {each: getattr(plan, each) for each in ("ranks", "residual_bits", "sketch_dtype", "reduction")}
         facts[name] = {"kind": plan.layer.kind, "retained_ideal": kept} | own
-    columns = [what, "kind", "ranks", "less traffic", "retained (ideal map)"]
+    kept_by = "retained" if made.method.startswith("joint") else "retained (ideal map)"
+    columns = [what, "kind", "ranks", "less traffic", kept_by]
     bits = sorted({bits for plan in plans.values() for bits in plan.residual_bits.tolist() if bits})
     kept_bits = f" and residuals of {', '.join(map(str, bits))} bits" if bits else ""
     form = f"{plan.map}, {plan.sketch_dtype}{kept_bits}"

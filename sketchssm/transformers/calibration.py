@@ -17,7 +17,14 @@ from sketchssm.calibrate.allocation import METHODS, check_mean_rank
 from sketchssm.calibrate.basis import fit_basis
 from sketchssm.calibrate.joint import JointScores
 from sketchssm.calibrate.moments import Moments
-from sketchssm.calibrate.plans import joint_plans, mean_retained, plan_layers, reduction_of, residual_settings
+from sketchssm.calibrate.plans import (
+    joint_plans,
+    mean_retained,
+    mean_sketch_rank,
+    plan_layers,
+    reduction_of,
+    residual_settings,
+)
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.cuda import common_rank
 from sketchssm.layer.checks import check_items, check_size
@@ -81,18 +88,27 @@ def calibrate(
         Tokens of a row that is cut; default 1024.
     mean_rank : float, default 7
         Budget: the read traffic of all heads of all layers at this rank.
+    reduction : float, optional
+        Budget of plans with residuals, in place of `mean_rank`: how many times less state traffic than standard
+        decode. Each head gets a rank and 1 to 3 bits, see `sketchssm.allocate_joint`.
+    prompts : array of int, (rows, tokens), or sequence of arrays, optional
+        For plans with residuals: rows of token ids with questions about what stands before, 16 or so. They keep in
+        the sketches what the model has to remember.
+    answers : array of bool, (rows, tokens), or sequence of arrays, optional
+        Which tokens of `prompts` are answers.
     window : int, default 16
         Tokens of a window (W).
-    map : CoefficientMap or str, default "ridge"
-        Coefficient map of the plans.
-    sketch_dtype : {"float32", "bfloat16", "int8"}, default "bfloat16"
-        Format of the sketches, see `sketchssm.allocate_ranks`.
+    map : CoefficientMap or str, optional
+        Coefficient map of the plans. Default: "subspace" with residuals, which need it, else "ridge".
+    sketch_dtype : {"float32", "bfloat16", "int8"}, optional
+        Format of the sketches, see `sketchssm.allocate_ranks`. Default: "int8" with residuals, else "bfloat16".
     residual_bits : {0, 1, 2, 3}, default 0
-        Bits of the residual's codes of every sketched head, see `sketchssm.SketchPlan`.
+        Bits of the residual's codes of every sketched head, see `sketchssm.SketchPlan`. 0 with a `reduction`: the
+        allocation chooses them.
     method : {"gradient", "error", "sensitivity", "uniform"}, optional
-        Score for the allocation of ranks, see `sketchssm.allocate_ranks`. "gradient" and "sensitivity" use gradients
-        of the summed next-token cross-entropy by the layers' outputs. Default: "uniform" with residuals, else
-        "gradient".
+        Score for the allocation, see `sketchssm.allocate_ranks` and, for plans with residuals,
+        `sketchssm.allocate_joint`, which has no "sensitivity". "gradient" and "sensitivity" use gradients of the
+        summed next-token cross-entropy by the layers' outputs. Default: "gradient".
     rank_max : int, optional
         Largest rank to score, where a layer has as many. A head that needs more reads its full state. Default: a rank
         for which backend "cuda" has room on the H100, H200 and B200 (with windows of up to 16: 61 for kda, 70 for the
@@ -174,7 +190,7 @@ def calibrate(
     plans = dict(zip(found, planned, strict=True))
     if joint:
         retained = {name: scores[name].retained(plan.ranks, plan.residual_bits) for name, plan in plans.items()}
-        mean_rank = float(np.mean([plan.mean_rank for plan in planned]))
+        mean_rank = mean_sketch_rank(planned)
     else:
         retained = {name: mean_retained(scores[name], plan.ranks) for name, plan in plans.items()}
     tokens = sum(row.size for row in rows)
