@@ -335,3 +335,15 @@ def test_plans_join_in(tmp_path):
 def test_rounded():
     value = {"a": [1 / 3, math.inf, math.nan, 2, None], "b": {"c": "text", "d": True}}
     assert rounded(value) == {"a": [0.333333, None, None, 2, None], "b": {"c": "text", "d": True}}
+
+
+def test_ablations_beside_residuals(study):
+    """Joint scores have no sensitivity; the other methods make plans."""
+    settings = Settings(WINDOW, CoefficientMap("subspace"), sketch_dtype="int8", residual_bits=2)
+    beside = Study(study.traces, settings, ranks=(1, 3), mean_rank=3)
+    names = names_of(beside)
+    assert "ablation/allocation-sensitivity" not in names and "ablation/allocation-gradient" in names
+    with pytest.raises(ValueError, match=r"^method: expected 'gradient', 'error' or 'uniform' with residuals"):
+        beside.calibrated().plan(3, "subspace", "sensitivity", sketch_dtype="int8", residual_bits=2)
+    with pytest.raises(ValueError, match=r"^map: expected 'subspace' with residuals"):
+        beside.calibrated().plan(3, "ridge", sketch_dtype="int8", residual_bits=2)

@@ -79,6 +79,7 @@ class Calibrated:
         """
         form: Any = {"sketch_dtype": sketch_dtype, "residual_bits": residual_bits}
         if residual_bits and method != "uniform":
+            residual_settings(map, sketch_dtype, residual_bits, method, None)
             budget = reduction_of([self.traces.layer], self.basis.window, mean_rank, sketch_dtype, residual_bits)
             scores = self.joint((residual_bits,), sketch_dtype, method)
             return SketchPlan(basis or self.basis, allocate_joint(scores, budget), self.basis.window, map)

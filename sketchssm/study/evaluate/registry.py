@@ -88,7 +88,9 @@ def _ablations(study: Study) -> list[Entry]:
     """The sketch at one mean rank with one part replaced; its map is the study's, or the one that begins the name."""
     make = partial(_planned, study, "ablation", rank=study.mean_rank)
     graded = study.traces.score_part()[1] is not None
-    methods = METHODS if graded else ("error", "uniform")
+    methods: tuple[str, ...] = METHODS if graded else ("error", "uniform")
+    if study.settings.residual_bits:  # `JointScores` have no sensitivity
+        methods = tuple(method for method in methods if method != "sensitivity")
     found = [make(FULL_METHOD), make("random-basis", random=True), make("offline-map", same_ranks="offline")]
     found += [make(f"allocation-{method}", method=method) for method in methods]
     for map in study.settings.maps():
