@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -243,6 +244,12 @@ def test_sources_treat_sm_90_and_sm_100_alike(operation):
         python = condition.replace("||", "or").replace("&&", "and")
         on_90, on_100 = (eval(python, {"__CUDA_ARCH__": number}) for number in (900, 1000))
         assert on_90 == on_100, condition
+
+
+def test_pragmas_behind_a_condition_are_in_braces():
+    """In a template, nvcc 13.0 drops the statement behind ``if constexpr (false)``, a pragma and a loop otherwise."""
+    for path in sorted((Path(__file__).parents[1] / "cuda_src").rglob("*.cu*")):
+        assert not re.findall(r"if constexpr \(.*\)\n#pragma", path.read_text()), path
 
 
 def test_nothing_big_spills(compiled):

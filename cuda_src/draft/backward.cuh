@@ -108,9 +108,10 @@ DEVICE void walk_back_drafts(const DraftBuffer& buffer, const DraftScalars& gate
                            for (int t = 0; t < GROUP; t++)
                                if (lane == 0 && last + t >= s) scratch.weight[t][s] = weight[t];
                        });
-    if constexpr (QUERY_SLICED)
+    if constexpr (QUERY_SLICED) {
 #pragma unroll
         for (int t = 0; t < GROUP; t++) scratch.query[t].set(x[t]);
+    }
 }
 
 // Products of the effective queries with maps and pivots, for bf16 storage: rows are left operands as stored, and a

@@ -90,12 +90,13 @@ DEVICE void multiply_draft_values(const DraftBuffer& buffer, const TileHeads& he
 #pragma unroll
     for (int h = 0; h < TILE_HEADS; h++) {
         u32 pairs[V / 16];
-        if constexpr (PAIRS)
+        if constexpr (PAIRS) {
 #pragma unroll
             for (int i = 0; i < V / 16; i++) {
                 const float x = sums[h][i][0] + sums[h][i][1], y = sums[h][i][2] + sums[h][i][3];
                 pairs[i] = transpose_8x8(OUT == BF16 ? floats_to_bf16(x, y) : floats_to_halves(x, y));
             }
+        }
         if (heads.rank[h] == 0 || draft >= many) continue;
 #pragma unroll
         for (int i = 0; i < V / 16; i++) {

@@ -141,7 +141,7 @@ DEVICE void effective_query(float (&x)[LK], const act_t* query, const Buffer& bu
     packed.load(query + lane * LK);
 #pragma unroll
     for (int n = 0; n < LK; n++) x[n] = packed[n];
-    if constexpr (ERASES)
+    if constexpr (ERASES) {
 #pragma unroll 4
         for (int s = 0; s <= newest; s++) {
             Packed<ACT, LK> key;
@@ -149,6 +149,7 @@ DEVICE void effective_query(float (&x)[LK], const act_t* query, const Buffer& bu
 #pragma unroll
             for (int n = 0; n < LK; n++) x[n] -= parts[s] * key[n];
         }
+    }
 #pragma unroll
     for (int n = 0; n < LK; n++) x[n] *= decay;
 }
