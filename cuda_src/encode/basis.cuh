@@ -17,16 +17,16 @@ struct EncodeMemory {
         alignas(16) float parts[WARPS][GROUP][K];  // sums over each warp's rows
         float gram[RANKS][RANKS + 1];
     };
-    float rows[RANKS][K];          // of S S^T Omega, in turn with the basis
-    uint2 basis[RANKS][K / 4];     // as stored, in units of its scale: pairs of bf16; zeros past the rank
+    float rows[RANKS][K];                           // of (S S^T Omega)^T
+    uint2 basis[RANKS][K / 4];                      // as stored, in units of its scale, in bf16; zeros past the rank
     uint2 more[SKETCH == FP32 ? RANKS : 1][K / 4];  // second slices of a float32 basis
-    float columns[RANKS][V + 4];   // U; once it is stored, as stored, in units of its scale
-    float basis_scale[RANKS];
-    float scale[RANKS];            // of a column of U times its row of the basis
-    float power[WARPS];            // that scales a warp's rows
+    float columns[RANKS][V + 4];                    // U; once it is stored, as stored, in units of its scale
+    float basis_scale[RANKS];                       // units of the basis
+    float scale[RANKS];                             // the same times the unit of the column of U
+    float power[WARPS];                             // StateRows::power of each warp
 };
 
-// Two bf16 slices of a pair.
+// The second bf16 slice of a pair.
 DEVICE u32 second_slice(float x, float y, u32 first) {
     return floats_to_bf16(x - __uint_as_float(first << 16), y - __uint_as_float(first & 0xffff0000u));
 }
@@ -46,7 +46,7 @@ struct StateRows {
     float power;  // that brings the largest of the rows to [1, 2)
 
     DEVICE void load(const state_t* home) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;  // lane (r, c): r = lane / 4, c = lane % 4
         const state_t* const own = home + (16 * warp + lane / 4) * K + lane % 4 * 4;
         Packed<STATE, 4> packed[2][K / 16];
 #pragma unroll
@@ -112,7 +112,8 @@ DEVICE void multiply_twice(EncodeMemory& m, const StateRows& state, const uint2*
             mma_bf16(d, a, transpose_8x8(state.pair(0, q, h)), transpose_8x8(state.pair(1, q, h)));
             x[2 * h] = d[0] + d[2], x[2 * h + 1] = d[1] + d[3];
         }
-        *reinterpret_cast<float4*>(&m.parts[warp][lane / 4][16 * q + lane % 4 * 4]) = make_float4(x[0], x[1], x[2], x[3]);
+        float* const to = &m.parts[warp][lane / 4][16 * q + lane % 4 * 4];
+        *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
     }
 }
 
@@ -122,9 +123,9 @@ DEVICE float4 load_row(const float* row) {
     return K == 128 || lane < K / 4 ? reinterpret_cast<const float4*>(row)[lane] : make_float4(0, 0, 0, 0);
 }
 
-// Row g of (D^-1/2 L^-1), for the Gram matrix L D L^T of m.rows, N at least the rank: lane N + j returns column j. A row
-// that depends on the rows before it is zero. By a whole warp; lane j has column j of the Gram matrix beside the unit
-// matrix.
+// Row g of D^-1/2 L^-1, for the Gram matrix L D L^T of m.rows: lane N + j returns column j. N is at least the rank. A
+// row that depends on the rows before it is zero. By a whole warp; lane j has column j of the Gram matrix beside the
+// unit matrix.
 template <int N> DEVICE float inverse_factor(const EncodeMemory& m, int rank, int g) {
     const int lane = threadIdx.x % 32;
     float column[N];
@@ -144,11 +145,8 @@ template <int N> DEVICE float inverse_factor(const EncodeMemory& m, int rank, in
     return own;
 }
 
-// Rounds floats to codes of int8, in units of the code.
-template <int N> DEVICE void round_codes(float (&x)[N], float inverse) {
-#pragma unroll
-    for (float& y : x) y = (fmaf(y, inverse, 0x1.8p23f) - 0x1.8p23f) * CODE_UNIT;
-}
+// A number as codes of int8 hold it (see codes_of), in units of the code.
+DEVICE float rounded_code(float x, float inverse) { return (fmaf(x, inverse, 0x1.8p23f) - 0x1.8p23f) * CODE_UNIT; }
 
 // Stores row g of the basis, and keeps it as stored. By one warp, four channels a lane.
 DEVICE void store_basis(EncodeMemory& m, sketch_t* packed, int g, int rank, const float4& x) {
@@ -166,7 +164,8 @@ DEVICE void store_basis(EncodeMemory& m, sketch_t* packed, int g, int rank, cons
         const float inverse = inverse_scale(largest);
         const float swapped[4] = {x.x, x.z, x.y, x.w};
         if (own) reinterpret_cast<u32*>(to)[lane] = codes_of(swapped, inverse);
-        round_codes(four, inverse);
+#pragma unroll
+        for (float& y : four) y = rounded_code(y, inverse);
         if (lane == 0) m.basis_scale[g] = scale_of(largest);
     } else {
         Packed<SKETCH, 4> rounded;
@@ -288,7 +287,7 @@ DEVICE void store_columns(EncodeMemory& m, const StateRows& state, sketch_t* pac
             const float inverse = inverse_scale(warp_most(most));
             const float scale = m.basis_scale[g] * store_column_codes(m.columns[g], g, packed);
             __syncwarp();
-            for (int v = lane; v < V; v += 32) m.columns[g][v] = (fmaf(m.columns[g][v], inverse, 0x1.8p23f) - 0x1.8p23f) * CODE_UNIT;
+            for (int v = lane; v < V; v += 32) m.columns[g][v] = rounded_code(m.columns[g][v], inverse);
             if (lane == 0) m.scale[g] = small.scale[g] = scale;
         } else {
             for (int v = lane; v < V; v += 32) {
