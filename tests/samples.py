@@ -1,6 +1,7 @@
 """Small layers, tokens and plans shared by test files."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 from safetensors import safe_open
@@ -10,6 +11,7 @@ from sketchssm.layer.coefficients import DEFAULT_MAP, FORMS, CoefficientMap
 from sketchssm.layer.recurrence import Layer, Tokens
 from sketchssm.plans.files import KEY
 from sketchssm.plans.plan import SketchPlan
+from sketchssm.study.tasks import Form, Wording, make_prompts
 
 # Heads share key heads, and all sizes differ: transposed or misgrouped axes change results or fail.
 LAYERS = {kind: Layer(kind, heads=4, key_dim=6, value_dim=5, key_heads=2) for kind in ("mamba2", "gdn", "kda")}
@@ -173,3 +175,20 @@ def reset_after_nan(head, twin, layer, window, count, rng):
     tokens = tokens_of(rng, layer, 2, 2 * window + 1)
     np.testing.assert_array_equal(head.step(*tokens), twin.step(*tokens))
     same(head, twin)
+
+
+def self_answered(likeliest, prompts, length=60):
+    """Prompts with short questions for models of 64 tokens, with right answers from the model: `likeliest` returns the
+    next token of each of some ids. The first tokens of answers depend on the state before the question.
+    """
+
+    def encode(text):
+        return [2 + 7 * ord(letter) % 62 for letter in text]
+
+    wording = Wording("a", (Form("{key}{value};", "{key}", "{key}"),), tuple("klmnopqr"))
+    text = np.random.default_rng(2).integers(2, 64, 400)
+    made = make_prompts("keys", text, encode, prompts, np.random.default_rng(0), length=length, wording=wording)
+    ids = made.ids.copy()
+    for column in np.flatnonzero(made.answers.any(0)):
+        ids[:, column] = np.where(made.answers[:, column], likeliest(ids[:, :column])[:, -1], ids[:, column])
+    return replace(made, ids=ids)

@@ -1,6 +1,7 @@
 """`sketchssm calibrate --model` and `evaluate --model` on a tiny model on disk."""
 
 import json
+import math
 import subprocess
 import sys
 
@@ -10,12 +11,14 @@ from test_cli import invoke
 from tiny_models import make, prompt
 
 import sketchssm as ss
+from sketchssm.study.tasks import Score, make_prompts
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 st = ss.transformers
 
 SHORT = ["--length", 24, "--rows", 3, "--device", "cpu"]
+LONG = ["--length", 80, "--rows", 1, "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +108,45 @@ def test_evaluate_other_plans(folder, plans, tmp_path):
     assert divergences[1] == divergences[2] != divergences[0]
 
 
+def test_evaluate_tasks(folder, plans, monkeypatch):
+    """Each task at each distance, with the same prompts for all ways to decode them."""
+    calls = []
+
+    def recall(model, prompts, plans=None, *, backend, progress, **how):
+        calls.append((prompts, plans if plans in (None, "standard") else "plans", how))
+        return Score(len(calls) / 8, math.nan if len(calls) == 1 else 0.02)
+
+    monkeypatch.setattr(st, "recall", recall)
+    arguments = ["--model", folder, "--text", folder / "text.npy", *LONG, "--plans", plans[0], "--seed", 3]
+    tasks = ["--tasks", "needle,values", "--prompts", 5, "--distance", 40, "--facts", 2, "--decoded", 9]
+    result = invoke("evaluate", *arguments, *tasks, "--json", "-")
+    decoded = {"decoded": 9}
+    assert [x[1:] for x in calls] == 2 * [
+        (None, {}), ("standard", decoded), ("plans", decoded), ("standard", decoded | {"wiped": True})
+    ]  # fmt: skip
+    assert [x[0] for x in calls] == 4 * [calls[0][0]] + 4 * [calls[4][0]]
+    needle, values = json.loads(result.stdout)["tasks"]
+    assert (needle["task"], needle["distance"], needle["prompts"]) == ("needle", 40, 5)
+    assert needle["transformers"] == {"share": 0.125, "error": None}
+    assert values["states wiped"] == {"share": 1.0, "error": 0.02}
+    assert "37.5% ± 2.0" in result.stderr and "12.5%  " in result.stderr
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    settings = {"length": 80, "distance": 40, "facts": [2]}
+    settings |= {"encode": lambda text: tokenizer(text)["input_ids"], "rng": np.random.default_rng(3), "prompts": 5}
+    make_prompts("needle", np.load(folder / "text.npy"), **settings | {"facts": None})
+    want = make_prompts("values", np.load(folder / "text.npy"), **settings)
+    assert np.array_equal(calls[4][0].ids, want.ids)
+
+
+def test_tasks_from_text(folder):
+    """The text of a file and its token ids give the same recall."""
+    for name in ("text.txt", "text.npy"):
+        arguments = ["--model", folder, "--text", folder / name, *LONG, "--plans", "replay", "--backend", "cpu"]
+        result = invoke("evaluate", *arguments, "--tasks", "queries", "--prompts", 2, "--distance", 40, "--json", "-")
+        (found,) = json.loads(result.stdout)["tasks"]
+        assert found["transformers"] == found["exact heads"] == found["with plans"]
+
+
 def test_info(plans):
     result = invoke("info", plans[0], "--json", "-")
     report = json.loads(result.stdout)
@@ -124,6 +166,7 @@ def test_types_of_parameters(folder, plans):
 
 CALIBRATE = "calibrate --out x --model {} --text {}/text.npy"
 EVALUATE = "evaluate --model {} --text {}/text.npy"
+TASKS = f"{EVALUATE} --length 80 --plans standard --tasks keys"
 
 
 @pytest.mark.parametrize(
@@ -150,6 +193,18 @@ EVALUATE = "evaluate --model {} --text {}/text.npy"
         (f"{EVALUATE} --window 8", "--window: has no effect with --mod"),
         (f"{EVALUATE} --out x", "--out: has no effect with --model"),
         ("evaluate {}/text.npy --plans {}/text.npy", "--plans: has no effect without --model"),
+        ("evaluate {}/text.npy --tasks keys", "--tasks: has no effect without --model"),
+        *((f"{EVALUATE} --{name} 3", f"--{name}: has no effect without --tasks") for name in ("prompts", "decoded")),
+        *((f"{EVALUATE} --{name} 3", f"--{name}: has no effect without --tasks") for name in ("facts", "distance")),
+        (f"{EVALUATE} --seed 3", "--seed: has no effect with --model and without --tasks"),
+        (f"{EVALUATE} --tasks needle --facts 3", "--facts: has no effect on the task needle"),
+        (f"{EVALUATE} --tasks needles", "expected tasks among needle, keys, values, queries, got 'needles'"),
+        (
+            f"{TASKS} --facts 2 --distance 40 --decoded 81",
+            "--decoded: expected at most the 80 tokens before a question, got 81",
+        ),
+        (f"{TASKS} --distance 80", "text: expected at least 120 token ids, got int64 of shape (100,)"),
+        (f"{TASKS} --distance 8", "distance: expected at least "),
         (f"{EVALUATE} --plans {{}}/text.npy", "text.npy: not a whole safetensors file"),
     ),
 )

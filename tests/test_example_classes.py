@@ -163,9 +163,9 @@ def test_trained_models_recall(trained, lm):
     other = lm["classes"].as_transformers(model)
     patch = st.patch(other, plans, slots=12, backend="cpu")
     got = stepwise(other, patch, ids, prompts.question)[:, 1:].argmax(-1).numpy()
-    recalled = [
-        prompts.recalled(np.pad(rest, [(0, 0), (prompts.ids.shape[1] - rest.shape[1], 0)])) for rest in (got, want)
-    ]
+    recalled = [prompts.right(rest) for rest in (got, want)]
+    score = st.recall(other, prompts, plans, backend="cpu")
+    assert score.share == recalled[0].mean()
     print(f"{model.layer.kind}: recall {recalled[0].mean()} {recalled[1].mean()}, tokens {(got == want).mean()}")
     assert np.array_equal(*recalled)
     assert (got == want).mean() > 0.995  # padding after the answers has near ties

@@ -3,12 +3,13 @@
 import importlib.util
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from samples import Basis, relative
+from samples import Basis, relative, self_answered
 
 import sketchssm as ss
 from sketchssm.layer.formats import FORMATS
@@ -102,22 +103,18 @@ def test_gradients_are_those_of_the_loss(kind, lm):
 
 def encode(text):
     """A stand-in for a tokenizer: words are tokens."""
-    return [2 + sum(word.encode()) % (VOCAB - 2) for word in text.split()]
+    return [2 + sum(word.encode()) % (VOCAB - 2) for word in re.findall(r"[\w-]+|[^\w\s]", text)]
 
 
 def test_prompts_hold_their_needles(lm):
     text = np.zeros(4000, dtype=np.uint16)
     made = lm["prompts"].needle_prompts(text, encode, 20, 512, np.random.default_rng(3))
-    assert made.ids.shape == (20, 512)
-    assert set(made.needles) <= set(range(1, 9)) and len(set(made.needles)) > 3
-    for row, start, answer in zip(made.ids, made.start, made.answers, strict=True):
-        assert made.question < start
-        assert row[start : start + len(answer)].tolist() == answer
-        assert not row[start + len(answer) :].any()  # padding follows
-    perfect = np.roll(made.ids, -1, axis=1)
-    assert made.recalled(perfect).all()
-    perfect[4, made.start[4] - 1] += 1
-    assert made.recalled(perfect).sum() == 19
+    assert made.ids.shape[1] <= 512
+    assert set(made.facts) <= set(range(1, 9)) and len(set(made.facts)) > 3
+    for row, ((start, stop),) in zip(made.ids, made.spans, strict=True):
+        assert made.question == 512 - lm["prompts"].ROOM < start
+        assert stop == start + 1 and not row[stop:].any()  # padding follows
+        assert row[:4].tolist() == encode(lm["prompts"].WORDING.preamble)[:4]
 
 
 def test_rows_are_disjoint_and_seeded(lm):
@@ -134,7 +131,7 @@ def test_calibration_rows_can_hold_needles(lm):
     mixed = lm["prompts"].mixed_rows(rows, text, encode, np.random.default_rng(1))
     assert (mixed[::2] == 7).all() and (mixed[:, -10:] == 7).all()
     [first] = np.unique(mixed[1::2, 0])
-    assert first == encode(lm["prompts"].PREAMBLE)[0]
+    assert first == encode(lm["prompts"].WORDING.preamble)[0]
     assert (rows == 7).all()
 
 
@@ -145,13 +142,15 @@ def small_run(lm):
     systems = lm["systems"].baselines(calibrations, "exact", 8) + lm["systems"].sketches(calibrations, [1, 3], 8)
     text = np.random.default_rng(0).integers(VOCAB, size=2000)
     rows = lm["prompts"].text_rows(text, 3, 64, np.random.default_rng(0))
-    prompts = lm["prompts"].needle_prompts(text, encode, 5, 256, np.random.default_rng(0), most=2)
-    return lambda: lm["evaluate"].evaluate(model, systems, rows, prompts, decoded=40, batch=2, backend="reference")
+    prompts = lm["prompts"].needle_prompts(text, encode, 5, 256, np.random.default_rng(0), facts=[1, 2])
+    task = self_answered(lambda rows: model.head(model(torch.from_numpy(rows))).argmax(-1).numpy(), 16)
+    settings = {"decoded": 40, "batch": 2, "backend": "reference"}
+    return lambda: lm["evaluate"].evaluate(model, systems, rows, prompts, {"keys": task}, **settings)
 
 
 def test_evaluation_compares_systems(small_run, lm, tmp_path):
     """Exact systems agree, a wider sketch loses less, and equal runs give equal numbers."""
-    results, without = small_run()
+    results, without, wiped = small_run()
     standard, replay, narrow, wide = results
     assert standard.increase == 0 and standard.agreement == 1
     assert abs(replay.increase) < 1e-6 and replay.recall == standard.recall  # float32 between the layers
@@ -160,7 +159,10 @@ def test_evaluation_compares_systems(small_run, lm, tmp_path):
     assert narrow.divergence > wide.divergence > 1e-6
     assert narrow.agreement < wide.agreement < 1
     assert 0 <= without <= 1
-    assert small_run() == (results, without)
+    scores = [result.tasks["keys"] for result in results]
+    assert scores[0] == scores[1] == (1, 0)
+    assert max(scores[2].share, scores[3].share, wiped["keys"].share) < 1
+    assert small_run() == (results, without, wiped)
     if importlib.util.find_spec("matplotlib"):
         picture = lm["figure"].Comparison("kda", results, without)
         assert lm["figure"].draw([picture], tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -3,14 +3,14 @@
     python examples/lm/evaluate.py --model gdn.safetensors --tokens TOKENS --out RESULTS
 
 TOKENS is a folder with ``calib.npy`` and ``test.npy`` (token ids) and ``tokenizer.json``. Test text is decoded from
-its first token on. In a needle prompt, the haystack except its last `--decoded` tokens is processed exactly, as in a
-prefill; then each system decodes these tokens, the question and the answer.
+its first token on. In a prompt, the text except its last `--decoded` tokens is processed exactly, as in a prefill;
+then each system decodes these tokens, the question and the answer. `--tasks` adds tasks of `sketchssm.study.tasks`.
 """
 
 import argparse
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
@@ -21,7 +21,7 @@ import systems as catalogue
 import torch
 from figure import Comparison, draw
 from model import HybridLM
-from prompts import mixed_rows, needle_prompts, text_rows
+from prompts import ROOM, WORDING, mixed_rows, needle_prompts, text_rows
 from recurrence import Chunked, Heads
 from torch.nn import functional as F
 
@@ -30,7 +30,8 @@ from sketchssm.cli.output import Output
 from sketchssm.layer.coefficients import DEFAULT_MAP, MAPS
 from sketchssm.layer.formats import FORMATS
 from sketchssm.layer.residual import RESIDUAL_BITS
-from sketchssm.study.tables import percent
+from sketchssm.study.tables import percent, share
+from sketchssm.study.tasks import TASKS, Score, make_prompts
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,10 @@ class Result:
         Standard error of the divergence, over rows of text.
     agreement : float
         Share of positions at which the likeliest next token is the same as in standard decode.
-    recall : float
-        Share of needle prompts answered word for word.
+    recall, recall_error : float
+        Share of needle prompts answered word for word, and its standard error.
+    tasks : dict of str to Score
+        The same for each of `--tasks` at each distance.
     """
 
     name: str
@@ -72,7 +75,9 @@ class Result:
     divergence: float
     divergence_error: float
     agreement: float
-    recall: float
+    recall: float = float("nan")
+    recall_error: float = float("nan")
+    tasks: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -143,14 +148,20 @@ def continued(model, heads, batch, wipe=False):
     return np.stack([model.head(row).argmax(-1).numpy() for row in hidden])
 
 
-def recall(model, heads, prompts, batches, wipe=False):
-    """Share of prompts whose answer is right in every token."""
-    rest = np.concatenate([continued(model, heads, batch, wipe) for batch in batches])
-    return float(prompts.recalled(np.pad(rest, [(0, 0), (prompts.ids.shape[1] - rest.shape[1], 0)])).mean())
+def recall(model, heads, prompts, decoded=0, batch=16):
+    """Scores of prompts with each of several systems' heads, and with the first and states that are wiped."""
+    said = []
+    for ids in torch.from_numpy(prompts.ids).split(batch):
+        prefilled = prefill(model, ids, prompts.question - decoded)
+        runs = [(own, False) for own in heads] + [(heads[0], True)]
+        said.append([continued(model, own, prefilled, wipe) for own, wipe in runs])
+    return [prompts.score(np.concatenate(rows)) for rows in zip(*said, strict=True)]
 
 
-def evaluate(model, systems, text, prompts, *, decoded=0, batch=16, backend="auto", step=lambda label: None):
-    """Run all systems and compare them with the first. Returns results and recall without states.
+def evaluate(
+    model, systems, text, prompts, tasks=None, *, decoded=0, batch=16, backend="auto", step=lambda label: None
+):
+    """Run all systems and compare them with the first. Returns results, recall without states, and that of tasks.
 
     Parameters
     ----------
@@ -162,6 +173,8 @@ def evaluate(model, systems, text, prompts, *, decoded=0, batch=16, backend="aut
         Test text.
     prompts : Prompts
         Needle prompts.
+    tasks : dict of str to Prompts, optional
+        Further prompts.
     decoded : int
         Tokens of the haystack that systems decode.
     batch : int
@@ -171,18 +184,16 @@ def evaluate(model, systems, text, prompts, *, decoded=0, batch=16, backend="aut
     step : callable
         Called with a label before each part.
     """
-    if not 0 <= decoded <= prompts.question:
-        raise ValueError(f"decoded: expected 0 to {prompts.question} tokens of haystack, got {decoded}")
-    step("prefill")
-    ids = torch.from_numpy(prompts.ids)
-    batches = [prefill(model, part, prompts.question - decoded) for part in ids.split(batch)]
+    least = min(x.question for x in (prompts, *(tasks or {}).values()))
+    if not 0 <= decoded <= least:
+        raise ValueError(f"decoded: expected 0 to {least} tokens of haystack, got {decoded}")
     rows = torch.from_numpy(text)
     slots = max(len(rows), batch)
+    heads = [system.heads(slots, backend) for system in systems]
     results, base = [], None
-    for system in systems:
+    for system, own in zip(systems, heads, strict=True):
         step(system.name)
-        heads = system.heads(slots, backend)
-        found = score_text(model, heads, rows, base)
+        found = score_text(model, own, rows, base)
         base = base or found
         loss = float(found.losses.mean())
         results.append(
@@ -195,11 +206,18 @@ def evaluate(model, systems, text, prompts, *, decoded=0, batch=16, backend="aut
                 *mean_and_error((found.losses - base.losses).mean(axis=1)),
                 *mean_and_error(found.divergences.mean(axis=1)),
                 float((found.guesses == base.guesses).mean()),
-                recall(model, heads, prompts, batches),
             )
         )
-    step("without states")
-    return results, recall(model, systems[0].heads(slots, backend), prompts, batches, wipe=True)
+    step("recall")
+    *scores, without = recall(model, heads, prompts, decoded, batch)
+    results = [replace(x, recall=y.share, recall_error=y.error) for x, y in zip(results, scores, strict=True)]
+    wiped = {}
+    for name, own in (tasks or {}).items():
+        step(name)
+        *scores, wiped[name] = recall(model, heads, own, decoded, batch)
+        for result, score in zip(results, scores, strict=True):
+            result.tasks[name] = score
+    return results, without.share, wiped
 
 
 def listed(options, calibrations):
@@ -221,7 +239,7 @@ def listed(options, calibrations):
     return systems
 
 
-def show(output, kind, results, without):
+def show(output, kind, results, without, wiped):
     """Print the comparison."""
     rows = [
         (
@@ -232,13 +250,15 @@ def show(output, kind, results, without):
             f"{x.increase:+.4f} ± {x.increase_error:.4f}",
             f"{x.divergence:.2e}",
             percent(x.agreement),
-            percent(x.recall, 1),
+            share(Score(x.recall, x.recall_error)),
         )
         for x in results
     ]
     columns = ("system", "less traffic", "loss (nats)", "perplexity", "loss increase", "KL", "same top-1", "recall")
     output.table(f"{kind}: a language model's recurrent layers under several decode systems", columns, rows)
     output.say(f"Recall with the recurrent states wiped at the end of the prefill: {percent(without, 1)}")
+    rows = [(x.name, *map(share, x.tasks.values())) for x in results] + [("states wiped", *map(share, wiped.values()))]
+    output.table("Right answers, by task and distance", ("system", *wiped), rows if wiped else [])
 
 
 def arguments(given=None):
@@ -262,13 +282,18 @@ def arguments(given=None):
     add("--calib-rows", type=int, default=9, help="rows of calibration text")
     add("--calib-needles", action="store_true", help="begin every other row with a needle prompt")
     add("--rows", type=int, default=16, help="rows of test text")
-    add("--prompts", type=int, default=128, help="needle prompts")
+    add("--prompts", type=int, default=128, help="needle prompts, and prompts of each task")
+    add("--tasks", nargs="+", choices=TASKS, default=(), help="further recall tasks")
+    add("--distance", nargs="+", type=int, help="tokens from a fact to its question in --tasks (default: 1024)")
     add("--length", type=int, default=1024, help="tokens of a row and of a prompt")
     add("--decoded", type=int, default=0, help="tokens of the haystack that systems decode")
     add("--backend", default="auto", help="backend of the heads")
     add("--seed", type=int, default=0)
     add("--out", type=Path, help="folder for lm-KIND.json and lm-KIND.png")
-    return parser.parse_args(given)
+    options = parser.parse_args(given)
+    if options.distance and not options.tasks:
+        parser.error("--distance: has no effect without --tasks")
+    return options
 
 
 def main(given=None):
@@ -291,11 +316,18 @@ def main(given=None):
         asked = needle_prompts(calib, encode, options.questions, options.length, rng) if options.questions else None
         calibrations = catalogue.calibrate(model, torch.from_numpy(seen), *settings, asked)
         systems = listed(options, calibrations)
-    with output.progress("", len(systems) + 2) as step:
-        results, without = evaluate(
-            model, systems, text, prompts, decoded=options.decoded, backend=options.backend, step=step
+    # their own generator: calibration does not depend on them
+    settings = test, encode, options.prompts, np.random.default_rng((options.seed, 1))
+    tasks = {
+        f"{task} {distance}": make_prompts(
+            task, *settings, length=options.length - ROOM, distance=distance, wording=WORDING
         )
-    show(output, kind, results, without)
+        for task, distance in product(options.tasks, options.distance or (1024,))
+    }
+    with output.progress("", len(systems) + 1 + len(tasks)) as step:
+        settings = {"decoded": options.decoded, "backend": options.backend, "step": step}
+        results, without, wiped = evaluate(model, systems, text, prompts, tasks, **settings)
+    show(output, kind, results, without, wiped)
     if options.out is None:
         return
     options.out.mkdir(parents=True, exist_ok=True)
@@ -307,6 +339,7 @@ def main(given=None):
         "kind": kind,
         "systems": [asdict(x) for x in results],
         "recall_without_states": without,
+        "tasks_without_states": wiped,
     }
     Output(str(options.out / f"lm-{kind}.json")).finish(report)
     output.say(f"written: {draw([Comparison(kind, results, without)], options.out / f'lm-{kind}.png')}")

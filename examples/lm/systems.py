@@ -123,8 +123,7 @@ def calibrate(model, ids, window=16, rank_max=None, joint=False, questions=None)
     for row in score.split(1):
         add(("scores", "joint"), found, graded(model, row))
     if joint and questions is not None:
-        for row, start, answer in zip(questions.ids, questions.start, questions.answers, strict=True):
-            stop = start + len(answer)
+        for row, ((start, stop),) in zip(questions.ids, questions.spans, strict=True):
             add(("answers",), found, graded(model, torch.from_numpy(row[None, :stop]), start))
     return found
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
+import numpy as np
 
 import sketchssm
 from sketchssm.cli import options
 from sketchssm.cli.options import AT_LEAST_ONE, COUNT, NEW_FILE, NEW_FOLDER, NUMBERS, PATH
+from sketchssm.study.tasks import TASKS, Prompts, make_prompts
 
 if TYPE_CHECKING:
     from sketchssm.calibrate.plans import Settings
@@ -25,10 +28,53 @@ TRACE_OPTIONS = (
     *("systems", "plan_file", "ranks", "mean_rank", "every", "seed", "out", "plots", "suffix", "report"),
     *options.MAP_SETTINGS,
 )
-"""Names of the options that have no effect on a model."""
-
+"""Names of the options that have no effect on a model; the seed has one on tasks."""
 
 EXACT = ("standard", "replay")
+
+
+class Recall(NamedTuple):
+    """Recall tasks to make from a text, and how heads decode them."""
+
+    tasks: tuple[str, ...]
+    prompts: int  # of each task and distance
+    distances: tuple[int, ...]
+    facts: int
+    decoded: int
+
+    def make(self, source: ModelText, seed: int) -> list[Prompts]:
+        """Prompts of each task at each distance."""
+        text, encode = source.haystack()
+        rng = np.random.default_rng(seed)
+        shared: Any = {"encode": encode, "prompts": self.prompts, "rng": rng, "length": source.length}
+        made = [
+            make_prompts(task, text, distance=distance, facts=None if task == "needle" else [self.facts], **shared)
+            for task in self.tasks
+            for distance in self.distances
+        ]
+        most = min(prompts.question for prompts in made)
+        if self.decoded > most:
+            raise click.UsageError(
+                f"--decoded: expected at most the {most} tokens before a question, got {self.decoded}"
+            )
+        return made
+
+
+def _recall(
+    tasks: tuple[str, ...] | None, prompts: int, distances: tuple[int, ...], facts: int, decoded: int
+) -> Recall | None:
+    if tasks is None:
+        options.refuse("without --tasks", tuple(signature(_recall).parameters))
+        return None
+    if set(tasks) == {"needle"}:
+        options.refuse("on the task needle", ("facts",))
+    return Recall(tasks, prompts, distances, facts, decoded)
+
+
+def _task(text: str) -> str:
+    if text not in TASKS:
+        raise ValueError(f"expected tasks among {', '.join(TASKS)}, got {text!r}")
+    return text
 
 
 @click.command("evaluate")
@@ -78,6 +124,30 @@ EXACT = ("standard", "replay")
 )
 @options.model_options
 @click.option("--plans", help="For --model: file or folder of plans, or the exact systems standard or replay.")
+@options.gather(
+    "asked",
+    _recall,
+    click.option(
+        "--tasks",
+        type=options.Commas("task,task,...", _task),
+        help=f"For --model: recall tasks made from --text, among {', '.join(TASKS)}.",
+    ),
+    click.option("--prompts", type=COUNT, default=100, help="Prompts of each of --tasks at each --distance."),
+    click.option(
+        "--distance",
+        "distances",
+        type=NUMBERS,
+        default="1024",
+        help="Tokens from the first asked fact to the questions.",
+    ),
+    click.option("--facts", type=COUNT, default=4, help="Facts in each prompt of --tasks, except needle."),
+    click.option(
+        "--decoded",
+        type=click.IntRange(min=0),
+        default=0,
+        help="Last tokens before the questions of --tasks that heads decode too.",
+    ),
+)
 @options.output
 def command(
     traces: tuple[Path, ...],
@@ -95,6 +165,7 @@ def command(
     report: Path | None,
     source: ModelText | None,
     plans: str | None,
+    asked: Recall | None,
     json_file: str | None,
 ) -> None:
     """Decode the test sequences of TRACES with every system and report retained energy, traffic and errors.
@@ -102,18 +173,20 @@ def command(
     Each file is calibrated first. Finished results are kept in the folder of --out, so an interrupted run can
     continue.
 
-    With --model, compare the predictions of a model with and without --plans on a text.
+    With --model, compare the predictions of a model with and without --plans on a text, and with --tasks its recall.
     """
     if source is not None:
-        options.refuse("with --model", TRACE_OPTIONS)
+        options.refuse("with --model", [name for name in TRACE_OPTIONS if name != "seed"])
+        if asked is None:
+            options.refuse("with --model and without --tasks", ("seed",))
         if plans is None:
             raise click.UsageError("--plans: expected plans of the model, standard or replay")
         from sketchssm.cli.output import Output
 
         options.check_files({"--text": source.text, "--plans": None if plans in EXACT else plans}, json=json_file)
-        _of_model(source, plans, backend, Output(json_file))
+        _of_model(source, plans, asked, seed, backend, Output(json_file))
         return
-    options.refuse("without --model", ("plans",))
+    options.refuse("without --model", ("plans", "tasks"))
     if plots and out is None:
         raise click.UsageError("--plots: expected --out FOLDER to draw into")
     if not plots:
@@ -186,13 +259,14 @@ def _refuse_ignored(families: set[str]) -> None:
         options.refuse("on the family narrow, which has every format", ("sketch_dtype",))
 
 
-def _of_model(source: ModelText, plans: str, backend: str, output: Output) -> None:
+def _of_model(source: ModelText, plans: str, asked: Recall | None, seed: int, backend: str, output: Output) -> None:
     """Compare a model with heads with the model itself, and with exact heads: theirs is the part of the arithmetic."""
     from sketchssm.plans.model_plans import load_plans
     from sketchssm.study.tables import number, percent
     from sketchssm.transformers import evaluate
 
     given = plans if plans in EXACT else load_plans(plans)
+    prompts = [] if asked is None else asked.make(source, seed)
     model, rows = source.load(least=1)
     with output.progress("evaluating", 2 * len(rows)) as step:
         found = evaluate(model, rows, given, backend=backend, progress=step)
@@ -213,4 +287,28 @@ def _of_model(source: ModelText, plans: str, backend: str, output: Output) -> No
     facts = ("increase", "perplexity", "patched_perplexity", "reduction")
     known = {name: getattr(found, name) for name in facts} | vars(found)
     compared = {name: getattr(exact, name) for name in ("patched_loss", "increase", "agreement", "divergence")}
-    output.finish({"plans": plans} | known | {"exact": compared})
+    answers = {} if asked is None else {"tasks": _answers(model, prompts, given, asked.decoded, backend, output)}
+    output.finish({"plans": plans} | known | {"exact": compared} | answers)
+
+
+def _answers(
+    model: Any, prompts: list[Prompts], plans: Any, decoded: int, backend: str, output: Output
+) -> list[dict[str, Any]]:
+    """Recall of a model, with heads, and with exact heads that begin from zero states."""
+    from sketchssm.study.tables import share
+    from sketchssm.transformers import recall
+
+    ways: dict[str, dict[str, Any]] = {
+        "transformers": {},
+        "exact heads": {"plans": "standard", "decoded": decoded},
+        "with plans": {"plans": plans, "decoded": decoded},
+        "states wiped": {"plans": "standard", "decoded": decoded, "wiped": True},
+    }
+    cells, found = [], []
+    with output.progress("recall", len(ways) * sum(len(each.ids) for each in prompts)) as step:
+        for each in prompts:
+            scores = {way: recall(model, each, backend=backend, progress=step, **how) for way, how in ways.items()}
+            cells.append([each.task, str(each.distance), *map(share, scores.values())])
+            found.append({"task": each.task, "distance": each.distance, "prompts": len(each.ids), **scores})
+    output.table("Right answers", ["task", "distance", *ways], cells)
+    return found

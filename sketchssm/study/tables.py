@@ -7,8 +7,9 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 from sketchssm.layer.recurrence import FULL_STATE
+from sketchssm.study.tasks import Score
 
-__all__ = ["Table", "number", "percent", "ranks_text", "ruled", "scientific"]
+__all__ = ["Table", "number", "percent", "ranks_text", "ruled", "scientific", "share"]
 
 T = TypeVar("T")
 
@@ -39,6 +40,11 @@ def number(value: float, form: str = "g", blank: str = "-", before: str = "") ->
 def percent(share: float, digits: int = 2) -> str:
     """Format a share of one."""
     return f"{100 * share:.{digits}f}%"
+
+
+def share(score: Score) -> str:
+    """Format a share of right answers with its standard error."""
+    return percent(score.share, 1) + number(100 * score.error, ".1f", "", " ± ")
 
 
 def scientific(number: float) -> str:

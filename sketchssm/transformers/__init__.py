@@ -19,6 +19,7 @@ from sketchssm.transformers.calibration import calibrate, fingerprint
 from sketchssm.transformers.evaluation import LayerTraffic, ModelEvaluation, evaluate
 from sketchssm.transformers.modeling import RecurrentLayer, layers
 from sketchssm.transformers.patching import Patch, patch, unpatch
+from sketchssm.transformers.recall import recall
 from sketchssm.transformers.recording import Recording, record
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "fingerprint",
     "layers",
     "patch",
+    "recall",
     "record",
     "unpatch",
 ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,11 +18,11 @@ from sketchssm.heads.standard import ReplayHead
 from sketchssm.plans import traffic
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.systems import exact_systems
-from sketchssm.transformers.modeling import Call, RecurrentLayer, intercepted, layers
+from sketchssm.transformers.modeling import Call, RecurrentLayer, Rule, intercepted, layers
 from sketchssm.transformers.patching import build_heads
 from sketchssm.transformers.text import Ids, check_ids, run_row, token_rows
 
-__all__ = ["LayerTraffic", "ModelEvaluation", "evaluate"]
+__all__ = ["LayerTraffic", "ModelEvaluation", "RowDecoder", "evaluate", "inference"]
 
 
 class LayerTraffic(NamedTuple):
@@ -141,18 +142,12 @@ def evaluate(
     step = progress or (lambda label: None)
     found = layers(model)
     heads = build_heads(model, found, plans, 1, window, backend, settings)
-    decoders = {name: _Decoder(head) for name, head in heads.items()}
+    decoders = {name: RowDecoder(head, found[name].rule) for name, head in heads.items()}
     parts = []
-    training = [module for module in model.modules() if module.training]
-    try:
-        model.eval()
+    with inference(model):
         for i, row in enumerate(rows):
             step(f"row {i + 1} of {len(rows)}")
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                parts.append(_compared(model, row, decoders, found))
-    finally:
-        for module in training:
-            module.training = True
+            parts.append(_compared(model, row, decoders, found))
     sums = np.array(parts)
     counts = np.array([row.size - 1 for row in rows])
     loss, patched, agreed, divergence = (float(x) for x in sums.sum(axis=0) / counts.sum())
@@ -162,8 +157,21 @@ def evaluate(
     return ModelEvaluation(int(counts.sum()), loss, patched, error, agreed, divergence, costs)
 
 
+@contextmanager
+def inference(model: torch.nn.Module) -> Iterator[None]:
+    """Run a model in evaluation mode, without gradients and compilation."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def _compared(
-    model: torch.nn.Module, row: Ids, decoders: dict[str, _Decoder], found: dict[str, RecurrentLayer]
+    model: torch.nn.Module, row: Ids, decoders: dict[str, RowDecoder], found: dict[str, RecurrentLayer]
 ) -> list[float]:
     """Sums over a row's predictions: both losses, agreements, and divergence."""
     logits, ids = run_row(model, row)
@@ -180,16 +188,30 @@ def _compared(
     return [float(x) for x in sums]
 
 
-class _Decoder:
-    """Decodes whole rows of one layer with a head of one slot, from zero states."""
+class RowDecoder:
+    """Decodes whole rows of one layer with a head of one slot, from zero states.
 
-    def __init__(self, head: ExactHead) -> None:
-        self._head = head
+    transformers runs the first `prefix` tokens of a row; the head goes on from their state, or from zeros if `wiped`.
+    """
+
+    def __init__(self, head: ExactHead, rule: Rule, prefix: int = 0, wiped: bool = False) -> None:
+        self._head, self._rule, self._prefix, self._wiped = head, rule, prefix, wiped
 
     def prefill(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
         """See `sketchssm.transformers.modeling.Handler`."""
         self._head.reset()
-        out = call.finished(self._head.step(*call.tokens))
+        count, parts = call.tokens.v.shape[1], []
+        if self._prefix:
+            asked = {name: True for name in ("return_final_states", "output_final_state") if name in given}
+            first = {name: given[name][:, : self._prefix] for name in self._rule.tokens}
+            out, state = run(**given | first | asked)
+            if not self._wiped:
+                state = state.transpose(-1, -2) if self._rule.transposed else state
+                self._head.load_state(state.float().contiguous())
+            parts.append(out)
+        decoded = call.last(count - self._prefix)
+        parts.append(decoded.finished(self._head.step(*decoded.tokens)))
+        out = torch.cat([part.to(parts[-1]) for part in parts], 1)
         return out if given.get("return_final_states") is False else (out, None)
 
     def decode(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 import torch
 
 from sketchssm.transformers.modeling import check_version
-from sketchssm.transformers.text import Ids, token_rows
+from sketchssm.transformers.text import Ids, encoded, token_rows
 
 __all__ = ["ModelText"]
 
@@ -52,6 +54,15 @@ class ModelText:
             return model.to(device).eval(), rows[: self.rows]
         except (RuntimeError, AssertionError) as error:  # AssertionError: PyTorch without CUDA
             raise ValueError(f"device: {device!r} can't be used ({error})") from error
+
+    def haystack(self) -> tuple[Ids, Callable[[str], list[int]]]:
+        """Token ids of the whole text, ``(tokens,)``, and the model's tokenizer as a function of a string.
+
+        ValueError if the text or the tokenizer can't be read.
+        """
+        text, tokenizer = self._text()
+        encode = partial(encoded, tokenizer or self._loaded("AutoTokenizer"))
+        return np.array(encode(text)) if isinstance(text, str) else text, encode
 
     def _text(self) -> tuple[Any, Any]:
         """Token ids and None, or text and the tokenizer."""

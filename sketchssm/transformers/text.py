@@ -12,7 +12,7 @@ import torch
 from sketchssm.arrays import interop
 from sketchssm.layer.checks import check_items
 
-__all__ = ["Ids", "check_ids", "run_row", "token_rows"]
+__all__ = ["Ids", "check_ids", "encoded", "run_row", "token_rows"]
 
 Ids = npt.NDArray[np.int64]
 
@@ -71,12 +71,17 @@ def run_row(model: Any, row: Ids) -> tuple[torch.Tensor, torch.Tensor]:
     return logits[0], ids[0].to(logits.device)
 
 
+def encoded(tokenizer: Any, string: str) -> list[int]:
+    """Token ids of a string, without special tokens."""
+    return list(tokenizer(string, add_special_tokens=False, verbose=False)["input_ids"])
+
+
 def _tokenised(strings: Sequence[str], tokenizer: Any) -> Ids:
     end = tokenizer.eos_token_id
     between = [] if end is None else [end]
     ids: list[int] = []
     for string in strings:
-        ids += (between if ids else []) + list(tokenizer(string, add_special_tokens=False, verbose=False)["input_ids"])
+        ids += (between if ids else []) + encoded(tokenizer, string)
     return np.array(ids, dtype=np.int64)
 
 
