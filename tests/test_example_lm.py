@@ -182,17 +182,17 @@ def test_sketches_of_a_format_have_a_name_of_their_own(lm):
 def test_joint_systems_score_answers_alone(lm):
     """Ranks and bits are those of the library's allocation; gradients are of the answers' loss."""
     model, text = tiny(lm, "gdn"), np.random.default_rng(0).integers(VOCAB, size=2000)
-    asked = lm["prompts"].needle_prompts(text, encode, 2, 256, np.random.default_rng(0), most=2)
+    asked = lm["prompts"].needle_prompts(text, encode, 2, 256, np.random.default_rng(0), facts=[1, 2])
     calibrations = lm["systems"].calibrate(model, ids(3, 64), window=8, joint=True, questions=asked)
     want = {place: ss.JointScores(x.basis) for place, x in calibrations.items()}
-    for row, start, answer in zip(asked.ids, asked.start, asked.answers, strict=True):
-        row = torch.from_numpy(row[None, : start + len(answer)])
+    for row, ((start, stop),) in zip(asked.ids, asked.spans, strict=True):
+        row = torch.from_numpy(row[None, :stop])
         recorder = lm["recurrence"].Recorder()
         emb = model.emb.register_forward_hook(lambda module, given, x: x.detach().requires_grad_())
         hidden = model(row, recorder)
         emb.remove()
         losses = torch.nn.functional.cross_entropy(model.head(hidden[0, :-1]), row[0, 1:], reduction="none")
-        losses[-len(answer) :].sum().backward()
+        losses[start - stop :].sum().backward()
         for place, scores in want.items():
             scores.update(*recorder.inputs[place], grad=recorder.outputs[place].grad)
     for place, x in calibrations.items():
@@ -230,6 +230,14 @@ def test_sketches_beside_copies_are_listed(lm):
     (copy,) = (x.reduction for x in listed if x.name == "4-bit copy")
     assert list(found) == ["sketch, ridge map", "sketch, ridge map, int8"]
     assert min(found.values()) >= copy
+
+
+def test_distances_need_tasks(lm, capsys):
+    given = ["--model", "m", "--tokens", "t", "--distance", "256"]
+    with pytest.raises(SystemExit):
+        lm["evaluate"].arguments(given)
+    assert "--distance: has no effect without --tasks" in capsys.readouterr().err
+    assert lm["evaluate"].arguments([*given, "--tasks", "keys"]).distance == [256]
 
 
 def test_pictures_come_from_files(lm, tmp_path):

@@ -37,6 +37,8 @@ def test_exact_heads_answer_as_the_model(name):
     assert st.recall(model, prompts) == (1, 0)
     for decoded in (0, 25, prompts.question):
         assert st.recall(model, prompts, "standard", decoded=decoded, backend="cpu") == (1, 0)
+    whole = {"decoded": prompts.question, "wiped": True}  # the text begins from zero states anyway
+    assert st.recall(model, prompts, "standard", backend="cpu", **whole) == (1, 0)
     if name != "FalconH1":  # its answers do not depend on states
         assert st.recall(model, prompts, "standard", wiped=True, backend="cpu").share < 1
 
