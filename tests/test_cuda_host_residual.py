@@ -189,6 +189,19 @@ def test_states_of_any_size(scale):
     np.testing.assert_allclose(outputs[1], outputs[0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("kind", LAYERS)
+def test_decays_to_the_end_of_the_range_of_float32(kind):
+    rng = np.random.default_rng(9)
+    layer, plan = LAYERS[kind], residual_plan(rng, kind, sketch_dtype="int8")
+    head, exact = head_on_cuda(plan, "bfloat16"), ss.StandardHead(layer, 1, "reference")
+    tokens = rounded(tokens_of(rng, layer, 1, 9))
+    tokens = tokens._replace(g=np.full_like(tokens.g, -28))  # three tokens leave 3e-37
+    for each in (head, exact):
+        each.load_state(states_of(np.random.default_rng(6), layer, 1), slots=[0])
+    output = head.step(*narrow(tokens), slots=[0], out=np.zeros(tokens.v.shape, np.float32))
+    assert relative(output, exact.step(*tokens)) < 1e-4  # of a sketch's error e^-28 is left
+
+
 def test_a_state_that_is_not_finite_stays_in_its_slot():
     rng = np.random.default_rng(8)
     layer, plan = LAYERS["gdn"], residual_plan(rng, "gdn", sketch_dtype="int8")

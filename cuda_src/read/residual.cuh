@@ -23,6 +23,7 @@ struct ResidualShare {
 };
 
 constexpr float SLICE = 127, NEXT_SLICE = 254;  // largest number of a slice; units of the next slice in a unit
+constexpr float LEAST_QUERY = 0x1p-110f;        // a smaller one is taken for 0: the unit's inverse is finite
 
 // The query times the columns' scales, in slices; LK channels a lane. Returns the slices' unit, and the sum of the
 // channels in this unit.
@@ -31,7 +32,7 @@ DEVICE float2 slice_query(float (&x)[LK], signed char* slices) {
 #pragma unroll
     for (int n = 0; n < LK; n++) most = fmaxf(most, fabsf(x[n]));
     most = warp_most(most);
-    const float inverse = most > 0.f ? __fdividef(SLICE, most) : 0.f;
+    const float inverse = most > LEAST_QUERY ? __fdividef(SLICE, most) : 0.f;
     u32 words[2] = {};
 #pragma unroll
     for (int n = 0; n < LK; n++) {
