@@ -189,6 +189,15 @@ def test_states_of_any_size(scale):
     np.testing.assert_allclose(outputs[1], outputs[0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_states_near_the_smallest_number(form):
+    rng = np.random.default_rng(7)
+    layer, plan = LAYERS["mamba2"], residual_plan(rng, "mamba2", sketch_dtype=form)
+    head, tokens = head_on_cuda(plan), tokens_of(rng, layer, 1, 1)
+    head.load_state((2.0**-122 * states_of(rng, layer, 1)).astype(np.float32), slots=[0])
+    assert np.isfinite(head.step(*tokens, slots=[0])).all()
+
+
 @pytest.mark.parametrize("kind", LAYERS)
 def test_decays_to_the_end_of_the_range_of_float32(kind):
     rng = np.random.default_rng(9)

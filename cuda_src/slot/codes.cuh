@@ -51,9 +51,9 @@ DEVICE u32 codes_of(const float (&x)[4], float unit) {
     return (integers ^ minus * 0x7f) + minus;  // sign and magnitude
 }
 // A row's scale and the inverse, by which its numbers are multiplied, from its largest magnitude. If a number is not
-// finite, the scale is NaN.
+// finite, the scale is NaN. Codes of a row below 2^-110 are 0: float32 does not hold the inverse of every such scale.
 DEVICE float scale_of(float largest) { return fmaf(largest, 0.f, largest * (1.f / (LARGEST_CODE * CODE_UNIT))); }
-DEVICE float inverse_scale(float largest) { return largest > 0.f ? __fdividef(LARGEST_CODE, largest) : 0.f; }
+DEVICE float inverse_scale(float largest) { return largest > 0x1p-110f ? __fdividef(LARGEST_CODE, largest) : 0.f; }
 
 // Column g of U in a head's codes. Byte n is stored at `at` + (n ^ mask).
 struct CodedColumn {
