@@ -1,7 +1,7 @@
 """vLLM's own layers and metadata builders with heads, on the CPU. The environment variable `SKETCHSSM_VLLM_SITE` names
-a folder with vLLM 0.26; without it the tests are skipped. vLLM's kernels are replaced by plain PyTorch, the heads
-compute in float64, and outputs are compared with each request's own recurrence. What surrounds the kernels (metadata,
-slices, forward passes of the layers) is vLLM's.
+a folder with vLLM; without it the tests are skipped. vLLM's kernels are replaced by plain PyTorch, heads compute in
+float64, and outputs are compared with each request's own recurrence. What surrounds the kernels (metadata, slices,
+forward passes of the layers) is vLLM's.
 """
 
 import inspect
@@ -10,7 +10,6 @@ import sys
 import warnings
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from samples import LAYERS, relative
 
@@ -63,7 +62,40 @@ def test_layers_serve_requests(fixture, kind, system):
             assert relative(out, request[1][first : first + count]) < TOLERANCE
 
 
-@pytest.mark.parametrize("kind", ("mamba2", "gdn"))
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("system", ("standard", "replay"))
+def test_layers_serve_cached_prefixes(fixture, kind, system):
+    """States move from block to block as their requests grow. Requests resume from blocks that a prefill filled, and
+    that decoding filled in the midst of a window; two at once, and while the owner goes on.
+    """
+    layer = fixture(kind, system, 0, "align")
+    given = layer.inputs(40)
+    others = [{name: x.clone() for name, x in given.items()} for _ in range(2)]
+    for i, other in enumerate(others):
+        for name, x in layer.inputs(40).items():
+            at = 1 if x.shape[0] == 1 and x.ndim > 2 else 0
+            keep = 16 + 8 * i
+            other[name].narrow(at, keep, 40 - keep).copy_(x.narrow(at, keep, 40 - keep))
+    a, b, c = ((x, layer.oracle(x)) for x in (given, *others))
+    own = [1, 2, 3, 4, 5]
+    steps = [[(a, own, 0, 11, 11)], *([(a, own, i, 1, 11)] for i in range(11, 16))]
+    steps += [
+        [(a, own, 16, 1, 11), (b, [0, 2, 6, 0, 0], 16, 3, 19)],  # the owner moves on, another resumes from its block
+        [(b, [0, 2, 6, 0, 0], 19, 1, 19), (a, own, 17, 1, 11), (c, [0, 2, 7, 8, 0], 16, 5, 29)],
+        *([(b, [0, 2, 6, 0, 0], 3 + i, 1, 19), (a, own, 1 + i, 1, 11)] for i in range(17, 21)),
+        [(b, [0, 2, 6, 8, 0], 24, 1, 19), (a, own, 22, 1, 11)],
+        [(a, own, 23, 1, 11)],
+        # one token of two requests, which resume at once from a block of a request that has ended
+        [(a, [0, 0, 3, 6, 0], 24, 1, 26), (c, [0, 0, 3, 7, 0], 24, 1, 29)],
+        [(a, [0, 0, 3, 6, 0], 25, 1, 26), (c, [0, 0, 3, 7, 0], 25, 4, 29)],
+    ]
+    for rows in steps:
+        _, outputs = layer.step([(request[0], *place) for request, *place in rows])
+        for (request, _, first, count, _), out in zip(rows, outputs, strict=True):
+            assert relative(out, request[1][first : first + count]) < TOLERANCE, (first, count)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("system", ("standard", "replay"))
 def test_layers_serve_drafts(fixture, kind, system):
     """Drafts of which some are accepted, rows without drafts, mixed batches, known tokens, all in vLLM's order."""
@@ -140,7 +172,7 @@ def test_specs_have_room(fixture):
     layer = fixture("gdn", "replay")
     own = MambaSpec(shapes=layer.module.get_state_shape(), dtypes=layer.module.get_state_dtype(), block_size=64)
     config = SimpleNamespace(
-        cache_config=layer.module.cache_config, speculative_config=None,
+        cache_config=layer.module.cache_config, speculative_config=None, num_speculative_tokens=0,
         compilation_config=SimpleNamespace(static_forward_context={"x": layer.module}),
     )  # fmt: skip
     spec = type(layer.module).get_kv_cache_spec(layer.module, config)
@@ -157,15 +189,16 @@ def test_off_by_default(monkeypatch):
         ("get_attn_backend", ()),
         ("conv_ssm_forward", ("projected", "output")),
         ("_forward_core", ("mixed", "b", "a", "out")),
-        ("_forward", ("q", "k", "v", "g", "beta", "out")),
+        ("_forward", ("qkv", "g1", "g2", "beta", "out")),
     ]
     for own in layers.LAYERS.values():
         parent = own.__bases__[1]
         monkeypatch.setattr(parent, "__init__", lambda self, *given: torch.nn.Module.__init__(self))
         made = torch.nn.Module.__new__(own)
         made.__init__(1, 2)
-        made.kv_cache = pools = [torch.zeros(3), torch.zeros(4), torch.zeros(5)]
-        assert made.kv_cache is pools
+        monkeypatch.setattr(parent, "bind_kv_cache", lambda self, pool: setattr(self, "kv_cache", (pool, pool)))
+        made.bind_kv_cache(pool := torch.zeros(3))
+        assert made.kv_cache == (pool, pool)
         assert made.decoder is None
         for name, given in calls:
             if hasattr(parent, name):
@@ -181,31 +214,9 @@ def test_registers_once(monkeypatch):
     monkeypatch.setattr(plugin, "op_registry_oot", custom_op.op_registry_oot)
     before = plugin.Platform._align_hybrid_block_size
     monkeypatch.setattr(plugin.Platform, "_align_hybrid_block_size", before)
-    build = plugin.GPUModelRunner._build_attention_metadata
-    monkeypatch.setattr(plugin.GPUModelRunner, "_build_attention_metadata", build)
     plugin.register()
     plugin.register()
     assert custom_op.op_registry_oot == layers.LAYERS
-    assert plugin.GPUModelRunner._build_attention_metadata.__wrapped__ is build
-
-
-@pytest.mark.parametrize("settings, drafts", [("replay", 3), ("replay", 0), (None, 3)])
-def test_counts_are_given_at_steps_without_drafts(settings, drafts):
-    """vLLM gives builders the counts of accepted tokens only where rows have drafts; heads end their drafts later."""
-    calls = []
-    build = plugin.with_counts(lambda self, *args, **others: calls.append((others, drafted.tolist())))
-    drafted = np.array([3, 2, -1])
-    runner = SimpleNamespace(
-        speculative_config=SimpleNamespace() if drafts else None, num_decode_draft_tokens=SimpleNamespace(np=drafted),
-        vllm_config=SimpleNamespace(additional_config={"sketchssm": settings} if settings else {}),
-    )  # fmt: skip
-    build(runner, num_tokens=3, use_spec_decode=True)
-    build(runner, num_tokens=3, use_spec_decode=False)
-    wanted = ([-1] * 3, True) if settings and drafts else ([3, 2, -1], False)
-    assert calls == [
-        ({"num_tokens": 3, "use_spec_decode": True}, [3, 2, -1]),
-        ({"num_tokens": 3, "use_spec_decode": wanted[1]}, wanted[0]),
-    ]
 
 
 def test_blocks_are_aligned_with_the_parts_behind_the_states(fixture, monkeypatch):
@@ -242,8 +253,8 @@ def test_blocks_are_aligned_with_the_parts_behind_the_states(fixture, monkeypatc
 def test_names_that_the_plugin_needs():
     """What is called of vLLM has the arguments that the plugin gives."""
     parameters = inspect.signature(causal_conv1d.causal_conv1d_update).parameters
-    for name in ("conv_state_indices", "num_accepted_tokens", "query_start_loc", "max_query_len"):
-        assert name in parameters
+    for name in ("conv_state_indices", "num_accepted_tokens", "query_start_loc", "max_query_len", "out"):
+        assert name in parameters or "kwargs" in parameters  # vLLM's convolution on a CPU
     for kind, names in (
         (mamba_mixer2.MambaMixer2.conv_ssm_forward, ["self", "projected_states", "output"]),
         (
@@ -252,9 +263,8 @@ def test_names_that_the_plugin_needs():
         ),
         (
             kimi_gdn_linear_attn.KimiGatedDeltaNetAttention._forward,
-            ["self", "q_proj_states", "k_proj_states", "v_proj_states", "g1", "beta", "core_attn_out"],
+            ["self", "mixed_qkv", "g1", "g2", "beta", "core_attn_out"],
         ),
         (plugin.Platform._align_hybrid_block_size, ["vllm_config", "backend_cls"]),
     ):
         assert list(inspect.signature(kind).parameters) == names
-    assert "use_spec_decode" in inspect.signature(plugin.GPUModelRunner._build_attention_metadata).parameters

@@ -13,12 +13,13 @@ import sketchssm as ss  # noqa: E402
 from sketchssm.layer.slots import SlotPart  # noqa: E402
 from sketchssm.study import bench  # noqa: E402
 from sketchssm.vllm import plans  # noqa: E402
-from sketchssm.vllm.batches import KnownTokens, RowBuffers, split_rows  # noqa: E402
+from sketchssm.vllm.batches import KnownTokens, RowBuffers, moved_rows, split_rows  # noqa: E402
 from sketchssm.vllm.blocks import BlockLayout  # noqa: E402
 from sketchssm.vllm.decoder import Recipe  # noqa: E402
 from sketchssm.vllm.settings import EngineFacts, Settings, check_engine  # noqa: E402
 
-FACTS = EngineFacts("0.26.0", "cuda", "none", "gdn", 0, 16)
+FACTS = EngineFacts("cuda", "align", "gdn", 0, 16)
+DRAFTS = {"drafts": 3, "cache_mode": "none"}
 
 
 def test_off_by_default():
@@ -54,16 +55,16 @@ def test_wrong_settings(given, kind, words):
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"version": "0.27.0"}, "vllm: expected version 0.26"),
-        ({"platform": "cpu"}, "platform: expected CUDA"),
-        ({"cache_mode": "align"}, "enable_prefix_caching: expected False"),
-        ({"cache_mode": "all"}, "enable_prefix_caching: expected False"),
+        ({"platform": "cpu"}, "platform: expected CUDA, or a CPU for mamba2, got cpu for gdn"),
+        ({"platform": "xpu", "kind": "mamba2"}, "platform: expected CUDA"),
+        ({"cache_mode": "all"}, "mamba_cache_mode: expected 'none' or 'align'"),
         ({"transfers": True}, "kv_transfer_config: expected None"),
         ({"microbatches": True}, "enable_dbo: expected False"),
-        ({"second_runner": True}, "VLLM_USE_V2_MODEL_RUNNER: expected 0"),
-        ({"kind": "kda", "drafts": 2}, "speculative_config: expected None"),
-        ({"drafts": 8}, "num_speculative_tokens: expected at most 7"),
-        ({"drafts": 3, "window": 4}, "num_speculative_tokens: expected at most 2"),
+        ({"own_replay": True}, "use_replayssm: expected False"),
+        (DRAFTS | {"platform": "cpu", "kind": "mamba2"}, "speculative_config: expected None"),
+        (DRAFTS | {"cache_mode": "align"}, "enable_prefix_caching: expected False with drafts"),
+        (DRAFTS | {"drafts": 8}, "num_speculative_tokens: expected at most 7"),
+        (DRAFTS | {"window": 4}, "num_speculative_tokens: expected at most 2"),
     ],
 )
 def test_refusals(change, words):
@@ -73,9 +74,9 @@ def test_refusals(change, words):
 
 def test_engines_that_are_taken():
     check_engine(FACTS)
-    check_engine(replace(FACTS, drafts=7))
-    check_engine(replace(FACTS, drafts=7, window=1))
-    check_engine(replace(FACTS, kind="kda"))
+    check_engine(replace(FACTS, platform="cpu", kind="mamba2"))
+    check_engine(replace(FACTS, kind="kda", cache_mode="none", drafts=7))
+    check_engine(replace(FACTS, cache_mode="none", drafts=7, window=1))
 
 
 def test_plan_of_a_layer(rng):
@@ -117,6 +118,13 @@ def test_rows_without_drafts():
     assert split.whole.size == 0
     assert not split_rows(np.array([1, 5]), np.array([4, 0])).continued.size
     assert split_rows(np.array([1, 1, 0]), np.array([4, 2, 0])).decodes == 3
+
+
+def test_rows_that_move():
+    """In blocks of 4 tokens: a new request, one within its block, one that begins another, prefills of more blocks."""
+    lengths, computed = np.array([1, 1, 1, 5, 9, 0]), np.array([0, 3, 4, 3, 12, 8])
+    rows, places = moved_rows(lengths, computed, 4)
+    assert (rows.tolist(), places.tolist()) == ([2, 3, 4], [0, 0, 2])
 
 
 def test_rows_with_drafts():

@@ -5,7 +5,6 @@ where vLLM can be.
 import warnings
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from samples import LAYERS
@@ -15,6 +14,7 @@ with warnings.catch_warnings():
     from vllm.forward_context import ForwardContext, override_forward_context
     from vllm.model_executor.layers.mamba import mamba_mixer2
     from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn, qwen_gdn_linear_attn
+    from vllm.models.kimi_k3.nvidia.ops.third_party import kda
     from vllm.utils import torch_utils
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.attention.backends import gdn_attn, mamba_attn
@@ -25,7 +25,7 @@ from sketchssm.reference.recurrence import run
 from sketchssm.vllm.decoder import Recipe
 from sketchssm.vllm.settings import Settings
 
-BLOCKS, WIDTH, DRAFTS = 9, 4, 3
+BLOCKS, WIDTH, DRAFTS, BLOCK = 9, 4, 3, 8
 # Inputs are float32, of which each output takes some dozens.
 TOLERANCE = 2e-5
 
@@ -39,9 +39,9 @@ def conv_rows(x, weight, bias, before):
     return F.silu(out).T, line[:, line.shape[1] - before.shape[1] :]
 
 
-def conv_update(x, state, weight, bias, activation, conv_state_indices, **drafts):
+def conv_update(x, state, weight, bias, activation, conv_state_indices, out=None, **drafts):
     """With drafts, the state holds the last tokens before the first of the last step's tokens, and these tokens."""
-    out = torch.empty_like(x)
+    out = torch.empty_like(x) if out is None else out
     rows = len(conv_state_indices)
     starts = drafts.get("query_start_loc", torch.arange(rows + 1)).tolist()
     kept = drafts.get("num_accepted_tokens", torch.ones(rows)).int().tolist()
@@ -83,10 +83,18 @@ def unit(x):
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
+def decays(module, raw):
+    """Log-decays of kda from raw gates."""
+    x = raw + module.dt_bias.view(raw.shape[1:])
+    if module.gate_lower_bound is None:
+        return -module.A_log.exp()[:, None] * F.softplus(x)
+    return module.gate_lower_bound * torch.sigmoid(module.A_log.exp()[:, None] * x)
+
+
 class Fixture:
     """One layer with its pool and builder, and how to run a batch through the layer."""
 
-    def __init__(self, kind, system, generator, drafts=0):
+    def __init__(self, kind, system, generator, drafts=0, mode="none"):
         self.kind, self.layer = kind, LAYERS[kind] if kind != "kda" else replace_keys(LAYERS[kind])
         shape = self.layer
         self.random = lambda *size: torch.randn(*size, generator=generator)
@@ -98,28 +106,30 @@ class Fixture:
         torch.nn.Module.__init__(module)
         heads, keys, k_dim, v_dim = shape.heads, shape.key_heads, shape.key_dim, shape.value_dim
         channels = 2 * keys * k_dim + heads * v_dim
-        conv = [channels] if kind != "kda" else [heads * k_dim] * 3
-        weights = [self.random(c, 1, WIDTH) / 2 for c in conv]
-        convs = [SimpleNamespace(weight=w, bias=None) for w in weights]
+        weight = self.random(channels, 1, WIDTH) / 2
         vars(module).update(
             prefix="model.layers.0.mixer", tp_size=1, backend="reference", activation="silu",
             _drafts=drafts, _ordinal=0,
             _settings=Settings(system), _window=1 if system == "standard" else 16, _shares=[shape], _share=shape,
             model_config=SimpleNamespace(dtype=torch.float32), num_spec=0, enable_packed_recurrent_decode=False,
-            cache_config=SimpleNamespace(mamba_block_size=64, mamba_cache_mode="none", mamba_page_size_padded=None),
+            cache_config=SimpleNamespace(
+                mamba_block_size=BLOCK, mamba_cache_mode=mode, mamba_page_size_padded=None, use_replayssm=False,
+                replayssm_buffer_len=None, hash_block_size=None, cache_hit_alignment_tokens=None,
+            ),
+            use_replayssm=False, mamba_config=SimpleNamespace(backend=None), _checkpoint_alignment=None,
             num_heads=heads, ssm_state_size=k_dim, head_dim=v_dim if kind == "mamba2" else k_dim, n_groups=keys,
             local_num_heads=heads, num_k_heads=keys, num_v_heads=heads, head_k_dim=k_dim, head_v_dim=v_dim,
             key_dim=keys * k_dim, value_dim=heads * v_dim, tped_intermediate_size=heads * v_dim,
-            tped_conv_size=channels, tped_dt_size=heads, conv1d=convs[0], conv_weights=weights[0][:, 0],
+            tped_conv_size=channels, tped_dt_size=heads, conv1d=SimpleNamespace(weight=weight, bias=None),
+            conv_weights=weight[:, 0], local_projection_size=heads * k_dim,
+            o_norm=lambda out, gate: out * gate.sigmoid(), gate_lower_bound=-5.0 if system == "replay" else None,
             A=-torch.rand(heads, generator=generator), A_log=torch.rand(heads, generator=generator).log(),
             D=self.random(heads), is_blackwell=False, num_accepted_tokens=None,
             dt_bias=self.random(heads * k_dim if kind == "kda" else heads),
             split_hidden_states_B_C_fn=lambda x: x.split([heads * v_dim, keys * k_dim, keys * k_dim], dim=-1),
-            get_state_shape=lambda: ((WIDTH - 1 + drafts, sum(conv)), shape.state_shape),
+            get_state_shape=lambda: ((WIDTH - 1 + drafts, channels), shape.state_shape),
             get_state_dtype=lambda: (torch.float32, torch.float64),
         )  # fmt: skip
-        if kind == "kda":
-            vars(module).update(zip(("q_conv1d", "k_conv1d", "v_conv1d"), convs, strict=True))
         if kind == "gdn":
             module.__dict__["chunk_gated_delta_rule"] = self._chunk_gdn
         # Heads that compute in float64 keep their states in float64, which is no type of states elsewhere.
@@ -127,12 +137,12 @@ class Fixture:
         module.__dict__["recipe"] = Recipe(
             system, shape, "reference", 16, drafts, None, activation_dtype=None, gate=gate
         )
-        self.module, self.weights = module, weights
+        self.module, self.weight = module, weight[:, 0]
         speculative = SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False) if drafts else None
         config = SimpleNamespace(
             num_speculative_tokens=drafts, speculative_config=speculative, additional_config={},
-            cache_config=module.cache_config,
-            scheduler_config=SimpleNamespace(max_num_seqs=8),
+            cache_config=module.cache_config, mamba_config=module.mamba_config, use_v2_model_runner=False,
+            num_hash_lookahead_tokens=0, scheduler_config=SimpleNamespace(max_num_seqs=8),
             parallel_config=SimpleNamespace(decode_context_parallel_size=1),
             model_config=SimpleNamespace(get_mamba_chunk_size=lambda: 4, max_model_len=64),
             compilation_config=SimpleNamespace(
@@ -150,21 +160,11 @@ class Fixture:
         self.builder = module.get_attn_backend().get_builder_cls()(spec, [module.prefix], config, torch.device("cpu"))
 
     def _bind(self, spec):
-        """Lay out a pool as vLLM's runner does."""
+        """Bind a pool as vLLM's runners do."""
         page = -(-spec.page_size_bytes // 64) * 64
-        raw = torch.full((BLOCKS * page,), 255, dtype=torch.uint8)
-        states, offset = [], 0
-        for shape, kind in zip(spec.shapes, spec.dtypes, strict=True):
-            strides = torch.empty((1, *shape)).stride()
-            view = raw.view(kind) if kind != torch.uint8 else raw
-            states.append(
-                torch.as_strided(
-                    view, (BLOCKS, *shape), (page // kind.itemsize, *strides[1:]), offset // kind.itemsize
-                )
-            )
-            offset += int(np.prod(shape)) * kind.itemsize
-        self.module.kv_cache = states
-        raw[page:] = 255  # nothing in a block is valid before a request has it; block 0 is padding
+        raw = torch.full((BLOCKS, 1, 1, page), -1, dtype=torch.int8)
+        self.module.bind_kv_cache(raw[..., : spec.page_size_bytes])
+        raw[1:] = -1  # nothing in a block is valid before a request has it; block 0 is padding
 
     def _chunk_gdn(self, q, k, v, g, beta, initial_state, cu_seqlens, **others):
         out, last = scan(
@@ -175,55 +175,48 @@ class Fixture:
     def inputs(self, tokens):
         """Random activations of a request, by the names of the layer's method."""
         shape = self.layer
+        heads, channels = shape.heads, self.weight.shape[0]
         if self.kind == "mamba2":
-            return {"projected_states": self.random(tokens, shape.heads * shape.value_dim + sum(
-                w.shape[0] for w in self.weights) + shape.heads)}  # fmt: skip
+            return {"projected_states": self.random(tokens, heads * shape.value_dim + channels + heads)}
+        given = {"mixed_qkv": self.random(tokens, channels)}
         if self.kind == "gdn":
-            return {
-                "mixed_qkv": self.random(tokens, self.weights[0].shape[0]),
-                "b": self.random(tokens, shape.heads),
-                "a": self.random(tokens, shape.heads),
-            }
-        flat = {f"{x}_proj_states": self.random(tokens, shape.heads * shape.key_dim) for x in "qkv"}
-        raw = self.random(1, tokens, shape.heads, shape.key_dim)
-        return flat | {"g1": raw, "beta": self.random(1, tokens, shape.heads).sigmoid()}
+            return given | {"b": self.random(tokens, heads), "a": self.random(tokens, heads)}
+        gates = {"g1": self.random(1, tokens, heads, shape.key_dim), "g2": self.random(tokens, heads, shape.key_dim)}
+        return given | gates | {"beta": self.random(1, tokens, heads)}
 
     def oracle(self, given):
         """Outputs of a whole request."""
         module, shape = self.module, self.layer
         heads, keys, k_dim, v_dim = shape.heads, shape.key_heads, shape.key_dim, shape.value_dim
-        zero = [torch.zeros(w.shape[0], WIDTH - 1) for w in self.weights]
-        if self.kind == "kda":
-            parts = [given[f"{x}_proj_states"] for x in "qkv"]
-            q, k, v = (
-                conv_rows(x, w[:, 0], None, z)[0].view(len(x), heads, k_dim)
-                for x, w, z in zip(parts, self.weights, zero, strict=True)
-            )
-            g = -module.A_log.exp()[:, None] * F.softplus(given["g1"][0] + module.dt_bias.view(heads, k_dim))
-            beta, skip = given["beta"][0], 0
-            q, k = unit(q) * k_dim**-0.5, unit(k)
-        elif self.kind == "gdn":
-            mixed, _ = conv_rows(given["mixed_qkv"], self.weights[0][:, 0], None, zero[0])
-            q, k, v = mixed.split([keys * k_dim, keys * k_dim, heads * v_dim], dim=-1)
-            q, k = (x.view(len(x), keys, k_dim) for x in (q, k))
-            q, k, v = unit(q) * k_dim**-0.5, unit(k), v.view(len(v), heads, v_dim)
-            g = -module.A_log.exp() * F.softplus(given["a"] + module.dt_bias)
-            beta, skip = given["b"].sigmoid(), 0
+        x = given["projected_states"][:, heads * v_dim : -heads] if self.kind == "mamba2" else given["mixed_qkv"]
+        mixed, _ = conv_rows(x, self.weight, None, torch.zeros(self.weight.shape[0], WIDTH - 1))
+        sizes = [(keys, k_dim), (keys, k_dim), (heads, v_dim)]
+        sizes = sizes[::-1] if self.kind == "mamba2" else sizes
+        parts = mixed.split([n * dim for n, dim in sizes], -1)
+        parts = [x.view(len(x), *size) for x, size in zip(parts, sizes, strict=True)]
+        if self.kind == "mamba2":
+            x, k, q = parts
+            step = F.softplus(given["projected_states"][:, -heads:] + module.dt_bias)
+            v, g, beta, skip, gate = x * step[..., None], module.A * step, None, module.D[:, None] * x, 1
         else:
-            states = given["projected_states"][:, heads * v_dim :]
-            mixed, dt = states.split([self.weights[0].shape[0], heads], dim=-1)
-            mixed, _ = conv_rows(mixed, self.weights[0][:, 0], None, zero[0])
-            x, k, q = module.split_hidden_states_B_C_fn(mixed)
-            x = x.view(len(x), heads, v_dim)
-            q, k = (y.view(len(y), keys, k_dim) for y in (q, k))
-            step = F.softplus(dt + module.dt_bias)
-            v, g, beta, skip = x * step[..., None], module.A * step, None, module.D[:, None] * x
+            q, k, v = parts
+            q, k, skip, gate = unit(q) * k_dim**-0.5, unit(k), 0, 1
+        if self.kind == "gdn":
+            g, beta = -module.A_log.exp() * F.softplus(given["a"] + module.dt_bias), given["b"].sigmoid()
+        elif self.kind == "kda":
+            g, beta, gate = decays(module, given["g1"][0]), given["beta"][0].sigmoid(), given["g2"].sigmoid()
         state = torch.zeros(1, *shape.state_shape)
         out, _ = scan(shape, q, k, v, g, beta, state, [0, len(v)])
-        return out + skip
+        return (out + skip) * gate
 
     def step(self, rows, accepted=None, drafted=None):
-        """Run rows (given, block, first token, tokens, prompt) as a batch; their outputs."""
+        """Run rows (given, blocks, first token, tokens, prompt) as a batch; their outputs."""
+        tables = [[blocks] if isinstance(blocks, int) else blocks for _, blocks, *_ in rows]
+        for table, (_, _, first, count, _) in zip(tables, rows, strict=True):
+            source, place = (first - 1) // BLOCK, (first + count - 1) // BLOCK
+            if len(table) > 1 and first and source != place:  # vLLM copies the states of convolution and recurrence
+                for states in self.module.kv_cache:
+                    states[table[place]] = states[table[source]]
         lengths = torch.tensor([count for *_, count, _ in rows])
         computed = torch.tensor([first for _, _, first, *_ in rows])
         starts = F.pad(lengths.cumsum(0), (1, 0)).int()
@@ -232,7 +225,7 @@ class Fixture:
             query_start_loc=starts, query_start_loc_cpu=starts,
             seq_lens=(computed + lengths).int(), num_reqs=len(rows),
             num_actual_tokens=tokens, max_query_len=int(lengths.max()), max_seq_len=64,
-            block_table_tensor=torch.tensor([[block] for _, block, *_ in rows], dtype=torch.int32),
+            block_table_tensor=torch.tensor(tables, dtype=torch.int32),
             slot_mapping=torch.zeros(tokens, dtype=torch.int64),
             is_prefilling=torch.tensor([first < prompt for _, _, first, _, prompt in rows]),
             seq_lens_cpu_upper_bound=(computed + lengths).int(),
@@ -266,12 +259,14 @@ def replace_keys(shape):
 def patched(monkeypatch):
     """Replace vLLM's kernels by plain PyTorch; return a function that makes a `Fixture`."""
 
-    def scan_mamba(x, dt, A, B, C, chunk_size, D, dt_bias, cu_seqlens, initial_states, out, **others):
+    def scan_mamba(x, dt, A, B, C, D, dt_bias, cu_seqlens, initial_states, out, **others):
         layer = LAYERS["mamba2"]
         step = F.softplus(dt + dt_bias)
         states = torch.zeros(len(cu_seqlens) - 1, *layer.state_shape) if initial_states is None else initial_states
         y, last = scan(layer, C, B, x * step[..., None], A * step, None, states, cu_seqlens.tolist())
         out.copy_(y + D[:, None] * x)
+        if others.get("final_states_out") is not None:
+            others["final_states_out"][others["final_state_indices"].long()] = last
         return last
 
     def prepare_gdn(conv_output, a, b, A_log, dt_bias, num_k_heads, head_k_dim, head_v_dim, **others):
@@ -281,12 +276,15 @@ def patched(monkeypatch):
         g = -A_log.exp() * F.softplus(a + dt_bias)
         return q, k, v.reshape(len(v), -1, head_v_dim), g, b.sigmoid()
 
-    def chunk_kda(q, k, v, raw_g, beta, A_log, g_bias, initial_state, cu_seqlens, **others):
+    def chunk_kda(q, k, v, raw_g, raw_beta, A_log, g_bias, lower_bound, initial_state, cu_seqlens, **others):
+        module = SimpleNamespace(A_log=A_log, dt_bias=g_bias, gate_lower_bound=lower_bound)
+        q, k, beta = unit(q[0]) * q.shape[-1] ** -0.5, unit(k[0]), raw_beta[0].sigmoid()
         layer = replace_keys(LAYERS["kda"])
-        g = -A_log.view(-1).exp()[:, None] * F.softplus(raw_g[0] + g_bias.view(layer.heads, -1))
-        q, k = unit(q[0]) * q.shape[-1] ** -0.5, unit(k[0])
-        out, last = scan(layer, q, k, v[0], g, beta[0], initial_state, cu_seqlens.tolist())
+        out, last = scan(layer, q, k, v[0], decays(module, raw_g[0]), beta, initial_state, cu_seqlens.tolist())
         return out[None], last
+
+    def gathered(states, slots, begun):
+        return torch.where(begun[:, None, None, None], states[slots.long()], 0)
 
     monkeypatch.setattr(head_layer, "causal_conv1d_update", conv_update)
     for module in (mamba_mixer2, qwen_gdn_linear_attn, kimi_gdn_linear_attn):
@@ -294,9 +292,10 @@ def patched(monkeypatch):
         monkeypatch.setattr(module, "causal_conv1d_update", conv_update)
     monkeypatch.setattr(mamba_mixer2, "mamba_chunk_scan_combined_varlen", scan_mamba)
     monkeypatch.setattr(qwen_gdn_linear_attn, "fused_post_conv_prep", prepare_gdn)
-    monkeypatch.setattr(kimi_gdn_linear_attn, "chunk_kda_with_fused_gate", chunk_kda)
+    monkeypatch.setattr(kda, "chunk_kda_with_fused_gate", chunk_kda)
+    monkeypatch.setattr(kimi_gdn_linear_attn, "gather_initial_states", gathered)
     monkeypatch.setattr(torch_utils, "PIN_MEMORY", False)  # there is no device to pin memory for
     for module in (gdn_attn, mamba_attn):  # what it computes is for vLLM's own convolution
         monkeypatch.setattr(module, "compute_causal_conv1d_metadata", lambda *given, **others: (None, None, None))
     monkeypatch.setattr(qwen_gdn_linear_attn, "_resolve_gdn_prefill_backend", lambda config: ("triton", "triton"))
-    return lambda kind, system, drafts=0: Fixture(kind, system, torch.Generator().manual_seed(1), drafts)
+    return lambda *args: Fixture(*args[:2], torch.Generator().manual_seed(1), *args[2:])

@@ -1,4 +1,4 @@
-"""Plugin for vLLM 0.26: the recurrent layers of a model decode with heads.
+"""Plugin for vLLM: the recurrent layers of a model decode with heads.
 
 vLLM loads the plugin through the entry point ``sketchssm`` of the group ``vllm.general_plugins``, in every process.
 The plugin changes nothing until it is switched on, by the environment variable ``SKETCHSSM_VLLM`` or by vLLM's
@@ -40,16 +40,14 @@ def register() -> None:
     The settings may be in the engine's configuration, which is known when the model's layers are made. Until a layer
     of an engine with settings is made, nothing is registered and vLLM's own layers and methods stay.
     """
-    import vllm
-
-    from sketchssm.vllm.settings import Settings, check_version
+    from sketchssm.vllm.settings import Settings
 
     try:
         from vllm.config import get_current_vllm_config_or_none as current
         from vllm.model_executor.custom_op import PluggableLayer
-    except ImportError:
+    except ImportError as error:
         if Settings.find(os.environ, None) is not None:
-            check_version(vllm.__version__)
+            raise ValueError(f"vllm: expected a version with layers that can be replaced, got {error}") from error
         return
     make = PluggableLayer.__new__
     if make.__module__ == __name__:
@@ -59,7 +57,6 @@ def register() -> None:
         """Make a layer, with heads if its engine switches the plugin on."""
         config = current() if cls.__name__ in NAMES else None
         if config is not None and Settings.find(os.environ, config.additional_config) is not None:
-            check_version(vllm.__version__)
             import_module("sketchssm.vllm.plugin").register()
         return make(cls, *args, **kwargs)
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["DecodeRows", "KnownTokens", "PrefillRows", "RowBuffers", "Split", "split_rows"]
+__all__ = ["DecodeRows", "KnownTokens", "PrefillRows", "RowBuffers", "Split", "moved_rows", "split_rows"]
 
 Array = npt.NDArray[Any]
 
@@ -65,6 +65,17 @@ def split_rows(
     )
 
 
+def moved_rows(lengths: Array, computed: Array, block: int) -> tuple[Array, Array]:
+    """Find the rows whose states move to another block in this step, and the place of each one's last block.
+
+    With prefix caching, a state of ``n`` tokens is in the block at place ``(n - 1) // block`` of its request's table.
+    For `lengths` and `computed` see `split_rows`.
+    """
+    last = (computed - 1) // block
+    rows = np.flatnonzero((computed > 0) & (lengths > 0) & ((computed + lengths - 1) // block != last))
+    return rows, last[rows]
+
+
 @dataclass(frozen=True)
 class DecodeRows:
     """Rows that a head decodes; `lengths` and `accepted` are None without drafts."""
@@ -85,15 +96,23 @@ class PrefillRows:
     slots: torch.Tensor
     continued: torch.Tensor | None = None  # slots of rows that continue a request; other slots may hold anything
     accepted: torch.Tensor | None = None  # how many tokens of the last draft of each of them are kept
+    passed: torch.Tensor | None = None  # more slots in which the prefill leaves states, for later requests
 
     @classmethod
-    def behind(cls, split: Split, slots: torch.Tensor, accepted: torch.Tensor | None = None) -> PrefillRows:
+    def behind(
+        cls,
+        split: Split,
+        slots: torch.Tensor,
+        accepted: torch.Tensor | None = None,
+        passed: torch.Tensor | None = None,
+    ) -> PrefillRows:
         """Take the rows behind the decoding ones, from slots and accepted counts of all rows of the batch."""
         behind = slots[split.decodes :].contiguous()
         if not split.continued.size:
-            return cls(behind)
+            return cls(behind, passed=passed)
         index = torch.from_numpy(split.continued).to(slots.device, non_blocking=True)
-        return cls(behind, slots[index], None if accepted is None else accepted[index].clamp(min=1))
+        kept = None if accepted is None else accepted[index].clamp(min=1)
+        return cls(behind, slots[index], kept, passed)
 
 
 class KnownTokens:

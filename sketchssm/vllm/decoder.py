@@ -127,6 +127,10 @@ class LayerDecoder:
         """Begin requests whose first token will be decoded: their states are zero."""
         self.head.reset(slots)
 
+    def move(self, sources: torch.Tensor, slots: torch.Tensor) -> None:
+        """Go on in other blocks. Later requests may resume from `sources`, which keep their buffered tokens."""
+        self.head.copy(sources, slots)
+
     def settle(self, rows: PrefillRows) -> None:
         """Make the states of rows exact in their blocks, before a prefill continues from them."""
         if rows.continued is None:
@@ -136,8 +140,10 @@ class LayerDecoder:
         self.head.flush(rows.continued)
 
     def adopt(self, rows: PrefillRows) -> None:
-        """Take over the states that a prefill has left in the rows' blocks."""
+        """Take over the states that a prefill has left in the rows' blocks, and on the way in others."""
         self.head.adopt(rows.slots)
+        if rows.passed is not None:
+            self.head.adopt(rows.passed)
 
     def _commit(self, accepted: Any, slots: torch.Tensor) -> None:
         if self.head.backend != "cuda":  # kernels limit counts to the rows' drafts; other backends refuse them

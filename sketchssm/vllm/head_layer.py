@@ -12,7 +12,6 @@ from math import prod
 from typing import Any
 
 import torch
-import vllm
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
@@ -56,11 +55,12 @@ class HeadLayer:
 
     kind: str
     backend_class: Any
-    backend = "cuda"
     decoder: Any = None
     _settings: Settings | None = None  # without settings the layer is as vLLM's own
+    backend: str  # of heads
     prefix: str
     tp_size: int
+    conv1d: Any
     model_config: Any
     get_state_shape: Any
     get_state_dtype: Any
@@ -79,18 +79,18 @@ class HeadLayer:
             plan = plan_of(plans_at(settings.plans), self.prefix)
             self._shares = sharded(plan, self.layer, self.prefix, self.tp_size)
             self._window = plan.window
-        parallel = config.parallel_config
+        platform = current_platform.device_type
+        self.backend = platform
         check_engine(
             EngineFacts(
-                vllm.__version__,
-                current_platform.device_type,
+                platform,
                 config.cache_config.mamba_cache_mode,
                 self.kind,
                 self._drafts,
                 self._window,
                 config.kv_transfer_config is not None,
-                bool(parallel.enable_dbo),
-                bool(config.use_v2_model_runner),
+                bool(config.parallel_config.enable_dbo),
+                bool(config.cache_config.use_replayssm),
             )
         )
         layers = config.compilation_config.static_forward_context.values()
@@ -161,23 +161,22 @@ class HeadLayer:
 
     @kv_cache.setter
     def kv_cache(self, states: Any) -> None:
-        """Take the pool, and make the layer's head on it."""
+        """Take or leave the pool; the head on the former pool is dropped."""
+        self.__dict__.update(_states=states, decoder=None)
+
+    def bind_kv_cache(self, kv_cache: Any) -> None:
+        """Take the pool, ``(blocks, 1, 1, bytes)``, and make the layer's head on it."""
+        super().bind_kv_cache(kv_cache)  # type: ignore[misc]
         if not self.active:
-            self.__dict__["_states"] = states
             return
-        states = () if isinstance(states, torch.Tensor) else tuple(states)
-        self.__dict__["_states"] = states[:2]
-        self.__dict__["decoder"] = None
-        if len(states) < 2 or not states[1].numel():
-            return
-        own = self._own_layout
-        side = states[2] if own.bytes else None
+        states, own = self.kv_cache[1], self._own_layout
+        side = kv_cache.flatten(1)[:, sum(self._state_bytes) :].view(torch.uint8) if own.bytes else None
         if self._ordinal == 0:
             share = 100 * self.layout.share
             logger.info("sketchssm: %s heads, %.1f%% of the states' bytes beside them", self.recipe.system, share)
-        decoder = LayerDecoder(self.recipe, states[1], side, own)
-        self.recipe.warm(decoder.head, states[1].device)
-        self.__dict__["decoder"], self.__dict__["_measured"] = decoder, True
+        decoder = LayerDecoder(self.recipe, states, side, own)
+        self.recipe.warm(decoder.head, states.device)
+        self.__dict__.update(decoder=decoder, _measured=True)
 
     @property
     def _own_layout(self) -> BlockLayout:
@@ -196,9 +195,9 @@ class HeadLayer:
         """Batch of the current step; None while vLLM measures its memory, and without settings."""
         if not self.active:
             return None
-        found = get_forward_context().attn_metadata
+        found = (get_forward_context().attn_metadata or {}).get(self.prefix)
         if found is not None:
-            return found[self.prefix]
+            return found
         if self.__dict__.get("_measured") is None:
             # A head of one slot: vLLM then knows of the memory of kernels and plans.
             self.__dict__["_measured"] = head = self.recipe.head(1)
@@ -218,10 +217,10 @@ class HeadLayer:
             found[self.prefix] = batch
         decoder.adopt(batch.prefill)
 
-    def _convolved(self, x: Any, state: Any, module: Any, activation: Any, batch: BatchMetadata) -> Any:
+    def _convolved(self, x: Any, weight: Any, activation: Any, batch: BatchMetadata, **others: Any) -> Any:
         """Convolution of the decoding rows."""
         rows: Any = batch.decode
-        weight = module.weight.view(module.weight.size(0), -1)
+        state = self.kv_cache[0] if is_conv_state_dim_first() else self.kv_cache[0].transpose(-1, -2)
         drafts = {}
         if rows.lengths is not None:
             drafts = {
@@ -229,8 +228,6 @@ class HeadLayer:
                 "query_start_loc": batch.starts,
                 "max_query_len": 1 + self._drafts,
             }
-        return causal_conv1d_update(x, state, weight, module.bias, activation, conv_state_indices=rows.slots, **drafts)
-
-    def _conv_state(self) -> Any:
-        state = self.kv_cache[0]
-        return state if is_conv_state_dim_first() else state.transpose(-1, -2)
+        return causal_conv1d_update(
+            x, state, weight, self.conv1d.bias, activation, conv_state_indices=rows.slots, **drafts, **others
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-__all__ = ["add_skip", "delta_inputs", "mamba_inputs", "normalised"]
+__all__ = ["add_skip", "delta_inputs", "mamba_inputs", "normalised", "write_gates"]
 
 EPSILON = 1e-6
 """Added to the squared norms of queries and keys, as in vLLM's kernels."""
@@ -60,3 +60,8 @@ def delta_inputs(
 
         return kernels.delta_inputs(a, b, rate_log, bias)
     return -rate_log.float().exp() * F.softplus(a.float() + bias.float()), b.float().sigmoid()
+
+
+def write_gates(b: torch.Tensor) -> torch.Tensor:
+    """Write gates of kda: ``beta = sigmoid(b)`` in float32."""
+    return b.float().sigmoid()

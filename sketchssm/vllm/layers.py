@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+import torch
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
@@ -50,9 +52,7 @@ class HeadMambaMixer2(HeadLayer, MambaMixer2):  # type: ignore[misc]
     def _decode(self, projected: Any, output: Any, batch: BatchMetadata, rows: DecodeRows) -> None:
         layer, n = self.recipe_layer, projected.shape[0]
         mixed, dt = projected[:, self.tped_intermediate_size :].split([self.tped_conv_size, self.tped_dt_size], dim=-1)
-        x, k, q = self.split_hidden_states_B_C_fn(
-            self._convolved(mixed, self._conv_state(), self.conv1d, self.activation, batch)
-        )
+        x, k, q = self.split_hidden_states_B_C_fn(self._convolved(mixed, self.conv_weights, self.activation, batch))
         x = x.view(n, layer.heads, layer.value_dim)
         q, k = (y.view(n, layer.key_heads, layer.key_dim) for y in (q, k))
         v, g = inputs.mamba_inputs(x, dt, self.A, self.dt_bias)
@@ -71,6 +71,11 @@ class HeadQwenGatedDeltaNet(HeadLayer, QwenGatedDeltaNetAttention):  # type: ign
 
     kind = "gdn"
     backend_class = HeadGDNBackend
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.active:
+            self.enable_fused_gdn_spec_decode = False  # a way past `_forward_core`
 
     @property
     def layer(self) -> Layer:
@@ -93,7 +98,7 @@ class HeadQwenGatedDeltaNet(HeadLayer, QwenGatedDeltaNetAttention):  # type: ign
 
     def _decode(self, mixed: Any, b: Any, a: Any, out: Any, batch: BatchMetadata, rows: DecodeRows) -> None:
         n, keys, values = mixed.shape[0], self.key_dim // self.tp_size, self.value_dim // self.tp_size
-        mixed = self._convolved(mixed, self._conv_state(), self.conv1d, self.activation, batch)
+        mixed = self._convolved(mixed, self.conv1d.weight.flatten(1), self.activation, batch)
         q, k, v = mixed.split([keys, keys, values], dim=-1)
         q, k = inputs.normalised(*(x.view(n, -1, self.head_k_dim) for x in (q, k)))
         g, beta = inputs.delta_inputs(a, b, self.A_log, self.dt_bias)
@@ -114,34 +119,29 @@ class HeadKimiGatedDeltaNet(HeadLayer, KimiGatedDeltaNetAttention):  # type: ign
     def gate(self) -> GateInput:
         """Parameters of the raw gates, as they are now."""
         rate, bias = (x.detach().double().cpu().numpy() for x in (self.A_log.flatten(), self.dt_bias))
-        return GateInput(rate, bias)
+        return GateInput(rate, bias, self.gate_lower_bound)
 
-    def _forward(
-        self, q_proj_states: Any, k_proj_states: Any, v_proj_states: Any, g1: Any, beta: Any, core_attn_out: Any
-    ) -> None:
+    @eager_break_during_capture
+    def _forward(self, mixed_qkv: Any, g1: Any, g2: Any, beta: Any, core_attn_out: Any) -> None:
         batch = self._batch()
-        flat, raw = (q_proj_states, k_proj_states, v_proj_states), (g1, beta, core_attn_out)
         if batch is None:
-            super()._forward(*flat, *raw)
+            super()._forward(mixed_qkv, g1, g2, beta, core_attn_out)
             return
         n = batch.split.decode_tokens
         if batch.decode is not None:
-            gates = g1[0, :n], beta[0, :n]
-            self._decode([x[:n] for x in flat], gates, core_attn_out[0, :n], batch, batch.decode)
+            out = core_attn_out[0, :n]
+            self._decode(mixed_qkv[:n], g1[0, :n], beta[0, :n], out, batch, batch.decode)
+            out.copy_(self.o_norm(out, g2[:n]))
         if batch.prefill is not None:
             with self._prefill(batch):
-                super()._forward(*(x[n:] for x in flat), *(x[:, n:] for x in raw))
+                super()._forward(mixed_qkv[n:], g1[:, n:], g2[n:], beta[:, n:], core_attn_out[:, n:])
 
-    def _decode(self, flat: Any, gates: Any, out: Any, batch: BatchMetadata, rows: DecodeRows) -> None:
-        n = flat[0].shape[0]
-        parts = zip(
-            flat, self._conv_state().chunk(3, dim=-2), (self.q_conv1d, self.k_conv1d, self.v_conv1d), strict=True
-        )
-        q, k, v = (
-            self._convolved(x, state, module, "silu", batch).view(n, -1, self.head_dim) for x, state, module in parts
-        )
+    def _decode(self, mixed: Any, raw: Any, b: Any, out: Any, batch: BatchMetadata, rows: DecodeRows) -> None:
+        # The layer's compiled code may still use the memory of its arguments: the convolution has memory of its own.
+        mixed = self._convolved(mixed, self.conv1d.weight.flatten(1), "silu", batch, out=torch.empty_like(mixed))
+        q, k, v = mixed.view(-1, 3, self.local_num_heads, self.head_dim).unbind(1)
         q, k = inputs.normalised(q, k)
-        self.decoder.decode(q, k, v, *gates, rows, out)
+        self.decoder.decode(q, k, v, raw, inputs.write_gates(b), rows, out)
 
 
 LAYERS = dict(zip(NAMES, (HeadMambaMixer2, HeadQwenGatedDeltaNet, HeadKimiGatedDeltaNet), strict=True))

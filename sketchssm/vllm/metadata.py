@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend, Mamba2AttentionMetadataBuilder
+from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
-from sketchssm.vllm.batches import DecodeRows, KnownTokens, PrefillRows, RowBuffers, Split, split_rows
+from sketchssm.vllm.batches import DecodeRows, KnownTokens, PrefillRows, RowBuffers, Split, moved_rows, split_rows
 
 __all__ = ["BatchMetadata", "HeadGDNBackend", "HeadMamba2Backend"]
 
@@ -20,16 +21,19 @@ class BatchMetadata:
     """One step's batch, for the layers of a cache group."""
 
     split: Split
+    moved: tuple[Any, Any]  # rows whose states are in another block than before, and the places of these blocks
     decode: DecodeRows | None  # rows that heads decode
     starts: Any  # first token of each of these rows, on the device; None without drafts
     prefill: PrefillRows | None  # rows that vLLM prefills
     inner: Any = None  # vLLM's own metadata of these rows
+    seq_lens: Any = None  # tokens of each row's request after this step, on the device
 
 
 class HeadRows:
     """Common part of the builders of all kinds; the first base class, before vLLM's builder."""
 
     vllm_config: Any
+    kv_cache_spec: Any
     supports_update_block_table = True
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
@@ -37,6 +41,7 @@ class HeadRows:
         self.vllm_config = vllm_config
         self._names = list(layer_names)
         self._drafts = vllm_config.num_speculative_tokens or 0
+        self._mode = vllm_config.cache_config.mamba_cache_mode
         self.supports_update_block_table = not self._drafts
         most = vllm_config.scheduler_config.max_num_seqs
         captured = vllm_config.compilation_config.max_cudagraph_capture_size
@@ -67,7 +72,11 @@ class HeadRows:
         else:
             drafted = None if num_decode_draft_tokens_cpu is None else num_decode_draft_tokens_cpu.numpy()
             split = split_rows(lengths, computed, batch.is_prefilling.numpy(), self._drafts, drafted)
-        slots = batch.block_table_tensor[:, 0]
+        slots = self._slots(batch.block_table_tensor, batch.seq_lens)
+        moved: Any = ((), ())
+        if self._mode == "align":
+            moved = moved_rows(lengths, computed, self.kv_cache_spec.block_size)
+            self._move(moved, batch.block_table_tensor, slots)
         n = split.decodes
         accepted = self._known.kept(num_accepted_tokens, slots) if self._drafts else None
         decode = prefill = inner = None
@@ -79,9 +88,10 @@ class HeadRows:
                 blocks = self._layers()[0].kv_cache[0].shape[0]
                 self._known.note(slots[torch.from_numpy(split.whole).to(slots.device)], counts, blocks)
         if split.prefills:
-            prefill = PrefillRows.behind(split, slots, accepted)
             inner = super().build(0, rows_behind(batch, split, lengths))  # type: ignore[misc]
-        return BatchMetadata(split, decode, batch.query_start_loc[: n + 1] if self._drafts else None, prefill, inner)
+            prefill = PrefillRows.behind(split, slots, accepted, blocks_passed(inner))
+        begins = batch.query_start_loc[: n + 1] if self._drafts else None
+        return BatchMetadata(split, moved, decode, begins, prefill, inner, batch.seq_lens)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> BatchMetadata:
         """Describe a batch of decoding rows for the capture of a graph."""
@@ -93,23 +103,37 @@ class HeadRows:
 
     def update_block_table(self, metadata: BatchMetadata, blk_table: Any, slot_mapping: Any) -> BatchMetadata:
         """Describe the same batch for another cache group, with its blocks ``(rows, blocks)`` of each row."""
-        split, slots = metadata.split, blk_table[:, 0]
+        split, slots = metadata.split, self._slots(blk_table, metadata.seq_lens)
         n = split.decodes
         decode = prefill = inner = None
+        self._move(metadata.moved, blk_table, slots)
         if n:
             decode = self._buffers.fill(slots[:n], np.ones(n, dtype=np.int32))
             self._restart(split, slots)
         if split.prefills:
-            prefill = PrefillRows.behind(split, slots)
             inner = super().update_block_table(  # type: ignore[misc]
                 metadata.inner, blk_table[n:], slot_mapping[split.decode_tokens :]
             )
-        return BatchMetadata(split, decode, None, prefill, inner)
+            prefill = PrefillRows.behind(split, slots, passed=blocks_passed(inner))
+        return BatchMetadata(split, metadata.moved, decode, None, prefill, inner, metadata.seq_lens)
+
+    def _slots(self, table: Any, seq_lens: Any) -> Any:
+        """Block of each row's state."""
+        return mamba_get_block_table_tensor(table, seq_lens, self.kv_cache_spec, self._mode)[:, 0]
 
     def _layers(self) -> list[Any]:
         """Layers of the group that have decoders."""
         layers = self.vllm_config.compilation_config.static_forward_context
         return [layers[name] for name in self._names if layers[name].decoder is not None]
+
+    def _move(self, moved: tuple[Any, Any], table: Any, slots: Any) -> None:
+        """Let states go on in other blocks. vLLM has moved the states of the convolution."""
+        if not len(moved[0]):
+            return
+        rows, places = (torch.from_numpy(x).to(slots.device) for x in moved)
+        sources, targets = table[rows, places].contiguous(), slots[rows].contiguous()
+        for layer in self._layers():
+            layer.decoder.move(sources, targets)
 
     def _restart(self, split: Split, slots: Any) -> None:
         """Begin requests of one token from zero: nothing has written their blocks."""
@@ -119,6 +143,12 @@ class HeadRows:
         for layer in self._layers():
             layer.decoder.restart(rows)
             layer.kv_cache[0][rows.long()] = 0
+
+
+def blocks_passed(inner: Any) -> Any:
+    """Find the blocks in which a prefill leaves states before its last token; None if there are none."""
+    found = getattr(inner, "checkpoint_meta", None) or getattr(inner, "checkpoint", None)
+    return None if found is None else found.state_indices.contiguous()
 
 
 def rows_behind(batch: Any, split: Split, lengths: Any) -> Any:
@@ -142,8 +172,6 @@ def rows_behind(batch: Any, split: Split, lengths: Any) -> Any:
         is_prefilling=rows(batch.is_prefilling),
         seq_lens_cpu_upper_bound=rows(batch.seq_lens_cpu_upper_bound),
         positions=None if batch.positions is None else batch.positions[tokens:],
-        _seq_lens_cpu=rows(batch._seq_lens_cpu),
-        _num_computed_tokens_cpu=rows(batch._num_computed_tokens_cpu),
         _num_computed_tokens_cache=None,
         _token_to_req_indices_cache=None,
     )

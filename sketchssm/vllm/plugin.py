@@ -1,17 +1,15 @@
-"""Registers the layers with vLLM, tells vLLM the size of their blocks, and lets builders have counts of drafts."""
+"""Registers the layers with vLLM, and tells vLLM the size of their blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms.interface import Platform
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from sketchssm.vllm.head_layer import settings_of, side_bytes
 from sketchssm.vllm.layers import LAYERS
@@ -33,27 +31,6 @@ def register() -> None:
             align(cls, vllm_config, backend_cls)
 
     Platform._align_hybrid_block_size = classmethod(aligned)
-    GPUModelRunner._build_attention_metadata = with_counts(GPUModelRunner._build_attention_metadata)
-
-
-def with_counts(build: Any) -> Any:
-    """Let builders have the counts of accepted tokens at every step of an engine with speculative decoding.
-
-    vLLM gives the counts only at steps in which some row has drafts. Heads need the counts at the next step too, as
-    the last step's drafts are still on trial then. `build` is the model runner's method that describes a batch to the
-    layers; the result says that rows have drafts, of no tokens where there are none.
-    """
-
-    @wraps(build)
-    def described(self: Any, *args: Any, **others: Any) -> Any:
-        """Describe a batch to the layers."""
-        drafts = self.speculative_config is not None and settings_of(self.vllm_config) is not None
-        if drafts and not others.get("use_spec_decode"):
-            self.num_decode_draft_tokens.np.fill(-1)
-            others["use_spec_decode"] = True
-        return build(self, *args, **others)
-
-    return described
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 from sketchssm.layer.slots import MAX_DRAFTS
 
-__all__ = ["KEY", "SYSTEMS", "VARIABLE", "EngineFacts", "Settings", "check_engine", "check_version"]
+__all__ = ["KEY", "SYSTEMS", "VARIABLE", "EngineFacts", "Settings", "check_engine"]
 
 VARIABLE = "SKETCHSSM_VLLM"
 """Environment variable that switches the plugin on."""
@@ -72,44 +72,39 @@ class Settings:
 class EngineFacts:
     """Configuration of an engine, as far as the plugin depends on it."""
 
-    version: str
-    platform: str  # where vLLM runs: "cuda" or another word
-    cache_mode: str  # of recurrent states: "none", or "align" or "all", which cache prefixes
+    platform: str  # where vLLM runs: "cuda", "cpu" or another word
+    cache_mode: str  # of recurrent states: "none", or "align", which caches prefixes
     kind: str
     drafts: int  # most draft tokens of a step; 0 without speculative decoding
     window: int  # tokens from one flush to the next; 1 for standard decode
     transfers: bool = False  # whether states go to other engines (vLLM's kv_transfer_config)
     microbatches: bool = False  # whether a step is split into microbatches (dual batch overlap)
-    second_runner: bool = False  # whether vLLM's second model runner runs the model
-
-
-def check_version(version: str) -> None:
-    """Refuse a version of vLLM that the plugin is not made for."""
-    if not version.startswith("0.26."):
-        raise ValueError(f"vllm: expected version 0.26, for which the plugin is made, got {version}")
+    own_replay: bool = False  # whether vLLM's own layers keep rings (use_replayssm)
 
 
 def check_engine(facts: EngineFacts) -> None:
     """Refuse an engine that the plugin does not support, naming vLLM's setting, what is expected, and what it is."""
-    check_version(facts.version)
-    if facts.platform != "cuda":
-        raise ValueError(f"platform: expected CUDA, got {facts.platform}")
-    if facts.cache_mode != "none":
-        raise ValueError(
-            "enable_prefix_caching: expected False, as blocks of recurrent states between two flushes are not exact, "
-            f"got a cache of mode {facts.cache_mode!r}"
-        )
+    if facts.platform not in ("cuda", "cpu") or (facts.platform == "cpu" and facts.kind != "mamba2"):
+        raise ValueError(f"platform: expected CUDA, or a CPU for mamba2, got {facts.platform} for {facts.kind}")
+    if facts.cache_mode not in ("none", "align"):
+        raise ValueError(f"mamba_cache_mode: expected 'none' or 'align', got {facts.cache_mode!r}")
+    if facts.own_replay:
+        raise ValueError("use_replayssm: expected False, as heads have rings of their own, got True")
     if facts.transfers:
         raise ValueError("kv_transfer_config: expected None, as states go to no other engine, got a configuration")
     if facts.microbatches:
         raise ValueError("enable_dbo: expected False, as the plugin does not split batches, got True")
-    if facts.second_runner:
-        raise ValueError("VLLM_USE_V2_MODEL_RUNNER: expected 0, as the plugin is made for the first runner, got 1")
     if not facts.drafts:
         return
-    if facts.kind == "kda":
+    if facts.platform == "cpu":
         raise ValueError(
-            f"speculative_config: expected None, as vLLM's KDA layers take no drafts, got {facts.drafts} draft tokens"
+            f"speculative_config: expected None, as vLLM's convolution on a CPU takes no drafts, got {facts.drafts} "
+            "draft tokens"
+        )
+    if facts.cache_mode != "none":
+        raise ValueError(
+            "enable_prefix_caching: expected False with drafts, as the host does not know where a row's tokens end, "
+            f"got a cache of mode {facts.cache_mode!r}"
         )
     most = MAX_DRAFTS if facts.window == 1 else min(MAX_DRAFTS, facts.window - 1)
     if 1 + facts.drafts > most:
