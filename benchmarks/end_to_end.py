@@ -1,17 +1,18 @@
-"""Throughput of whole models in vLLM 0.26, without and with heads, on one GPU.
+"""Throughput of whole models in vLLM, without and with heads, on one GPU.
 
     python benchmarks/end_to_end.py --site /tmp/vl/site --models nemotron-nano-9b-v2 --batch 256 \
         --json benchmarks/results/end-to-end.json --plot end-to-end.png
 
 `--site` is a folder with vLLM. Each model runs once for each system, each time in a process of its own: `vllm` (no
-plugin), `standard`, `replay` and `sketch` (random plans of the mean rank of the benchmarks). A run has these parts:
+plugin), `vllm-replay` (vLLM's own replay), `standard`, `replay` and `sketch` (random plans of the mean rank of the
+benchmarks). The environment chooses vLLM's model runner (VLLM_USE_V2_MODEL_RUNNER). A run has these parts:
 
-* decode: `--batch` requests decode together; tokens/s and times of the steps in which all of them decode.
+* decode: `--batch` requests with prompts of `--prompt` tokens decode together; tokens/s and times of the steps in
+  which all of them decode.
 * mix: three times as many requests of random lengths, `--batch` at a time, as in continuous batching. `step_ms`: all
   steps; `decode_step_ms`: steps in which `--batch` requests decode; `mixed_step_ms`: with a request's first token.
 * profile: kernels of some decode steps by kind. `host` is the time in which no kernel runs. Kernels may overlap.
-* agree: log-probabilities of the same tokens, compared with vLLM's own (`vllm_forced.py`), in an engine of its own.
-  For `vllm`, the part is a control: vLLM against vLLM with half of the requests at a time.
+* agree: log-probabilities of decode steps, compared with those of vLLM's prefill (`vllm_agreement.py`).
 
 `metadata_ms` is the host time of a step in which the batch is described to the layers. `blocks_needed` is the number
 of blocks that `--batch` requests need; with fewer `blocks`, only some of the requests decode together.
@@ -39,10 +40,10 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 from cuda_step import git_commit  # noqa: E402
-from vllm_forced import compare, draw_requests, processor, serve  # noqa: E402
+from vllm_agreement import differences, draw_requests, serve, summary  # noqa: E402
 from vllm_profile import KINDS, METADATA_SECONDS, shares, time_metadata  # noqa: E402
 
-SYSTEMS = ("vllm", "standard", "replay", "sketch")
+SYSTEMS = ("vllm", "vllm-replay", "standard", "replay", "sketch")
 MARK = "END_TO_END "
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and model in one process, so that one profile sees all
@@ -51,6 +52,7 @@ ENVIRONMENT = {
     "VLLM_DO_NOT_TRACK": "1",
     "VLLM_USE_RUST_FRONTEND": "0",
     "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -70,20 +72,20 @@ def spread(seconds):
     return {f"p{q}": float(np.percentile(times, q)) for q in (50, 90, 99)} | {"slowest": float(times[-1])}
 
 
-def requests_of(count, mix, vocabulary, seed, decode):
+def requests_of(count, mix, vocabulary, seed, decode, length=16):
     """Prompts and numbers of output tokens."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
     for _ in range(count):
-        prompt = int(rng.integers(16, 257)) if mix else 16
+        prompt = int(rng.integers(16, 257)) if mix else length
         yield (
             rng.integers(1000, vocabulary - 1000, size=prompt).tolist(),
             int(rng.integers(64, 321)) if mix else decode,
         )
 
 
-def drive(llm, batch, decode, seed, mix=False, profile=0):
+def drive(llm, batch, decode, seed, mix=False, profile=0, length=16):
     """Serve requests step by step; times, and the first tokens of each output."""
     import torch
     from vllm import SamplingParams
@@ -92,7 +94,8 @@ def drive(llm, batch, decode, seed, mix=False, profile=0):
     engine = llm.llm_engine
     count = 3 * batch if mix else batch
     made = {}
-    for i, (prompt, tokens) in enumerate(requests_of(count, mix, engine.model_config.get_vocab_size(), seed, decode)):
+    drawn = requests_of(count, mix, engine.model_config.get_vocab_size(), seed, decode, length)
+    for i, (prompt, tokens) in enumerate(drawn):
         params = SamplingParams(
             temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
         )
@@ -181,7 +184,8 @@ def one(args):
     name, agree = args.models, args.parts == "agree"
     settings = {"tensor_parallel_size": 1} | json.loads(args.extra)
     plugins = {"random_weights": "vllm_models:load_random_weights"}
-    if args.system != "vllm":
+    plugged = not args.system.startswith("vllm")
+    if plugged:
         plans = args.system
         if args.system == "sketch":
             from sketchssm.study import bench
@@ -193,19 +197,20 @@ def one(args):
         add_plugins(args.work, plugins)
     else:
         vllm_models.load_random_weights()
-        if args.system != "vllm":
+        if plugged:
             register()
     time_metadata()
     # Larger graphs than for pure decode steps are of mixed steps' pieces. vLLM's own list has more sizes, up to 512.
     mixed = range(args.batch, max(args.batch, min(2 * args.batch, 512)) + 1, 64)
     compilation = {"cudagraph_capture_sizes": sorted({1, 2, 4, 8, *range(16, args.batch, 16), *mixed})}
     if args.graphs == "decode":
-        # `agree` has a smaller graph too, whose kernels round in another way
-        sizes = sorted({-(-args.batch // 2), args.batch}) if agree else [args.batch]
-        compilation = {"cudagraph_capture_sizes": sizes, "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        compilation = {
+            "cudagraph_capture_sizes": [args.batch], "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY",
+        }  # fmt: skip
     settings = {
         "model": vllm_models.write_model(name, args.work), "skip_tokenizer_init": True, "load_format": "dummy",
-        "dtype": "bfloat16", "max_num_seqs": args.batch, "max_model_len": 2048, "max_num_batched_tokens": 8192,
+        "dtype": "bfloat16", "max_num_seqs": args.batch, "max_model_len": max(2048, args.prompt + args.decode + 64),
+        "max_num_batched_tokens": 8192, "use_replayssm": args.system == "vllm-replay",
         "gpu_memory_utilization": args.memory, "mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": False,
         "disable_log_stats": True, "generation_config": "vllm", "seed": 0, "compilation_config": compilation,
         "additional_config": {"gdn_prefill_backend": "triton"},
@@ -213,20 +218,19 @@ def one(args):
     } | settings  # fmt: skip
     if args.graphs == "none":
         del settings["compilation_config"]
-    if agree:
-        settings["logits_processors"] = [processor()]
     free = torch.cuda.mem_get_info()[0]
     begin = time.perf_counter()
     llm = LLM(**settings)
     config = llm.llm_engine.vllm_config
     vocabulary = config.model_config.get_vocab_size()
-    longest = 16 + max(args.decode, args.profile + 8)
+    longest = args.prompt + max(args.decode, args.profile + 8)
     if "mix" in args.parts:
         mixed = (len(prompt) + tokens for prompt, tokens in requests_of(3 * args.batch, True, vocabulary, 3, 0))
         longest = max(longest, *mixed)
     head = {
         "model": name, "system": args.system, "batch": args.batch, "graphs": args.graphs,
-        "start_seconds": time.perf_counter() - begin, "vllm": vllm.__version__, "torch": torch.__version__,
+        "start_seconds": time.perf_counter() - begin, "vllm": vllm.__version__, "prompt": args.prompt,
+        "runner": 2 if config.use_v2_model_runner else 1, "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name(), "block_tokens": config.cache_config.block_size,
         "blocks": config.cache_config.num_gpu_blocks, "state_page": config.cache_config.mamba_page_size_padded,
         "memory_taken": free - torch.cuda.mem_get_info()[0],
@@ -242,13 +246,16 @@ def one(args):
             )
     if agree:
         requests = draw_requests(args.batch, (16, 65), (32, 33), vocabulary, 5)
-        found = [serve(llm.llm_engine, requests, args.batch)]
-        if args.system == "vllm":
-            found.append(serve(llm.llm_engine, requests, -(-args.batch // 2)))
-        print(MARK + json.dumps(head | {"part": "agree", "logprobs": found}), flush=True)
+        served = serve(llm.llm_engine, requests, args.batch)
+        wrong, _, spread = differences(llm.llm_engine, requests, served, args.batch)
+        print(MARK + json.dumps(head | {"part": "agree", "agreement": summary(wrong, spread)}), flush=True)
         return
     drive(llm, args.batch, 24, 1)
-    parts = {"decode": (2, {}), "mix": (3, {"mix": True}), "profile": (4, {"profile": args.profile})}
+    parts = {
+        "decode": (2, {"length": args.prompt}),
+        "mix": (3, {"mix": True}),
+        "profile": (4, {"profile": args.profile, "length": args.prompt}),
+    }
     for part, (seed, how) in parts.items():
         if part in args.parts:
             result = {"part": part} | drive(llm, args.batch, max(args.decode, args.profile + 8), seed, **how)
@@ -272,15 +279,15 @@ def run_all(args):
                         continue
                     results.append(json.loads(line.removeprefix(MARK)))
                     finish(results, args)
-                    told = {key: x for key, x in results[-1].items() if key not in (*BULKY, "profile")}
+                    told = {key: x for key, x in results[-1].items() if key not in (BULKY, "profile")}
                     print(json.dumps(told | {"kinds_ms": results[-1].get("profile", {}).get("kinds_ms")}), flush=True)
                 if child.wait():
                     print(f"{name}, {system}: exit {child.returncode}", flush=True)
     return results
 
 
-BULKY = ("first_tokens", "logprobs")
-"""Fields of results that are used only for comparisons."""
+BULKY = "first_tokens"
+"""Field of results that is used only for comparisons."""
 
 
 def engines_of(parts):
@@ -290,18 +297,16 @@ def engines_of(parts):
 
 
 def finish(results, args):
-    """Compare tokens and log-probabilities with vLLM's, and write what there is."""
+    """Compare tokens with vLLM's, and write what there is."""
     for result in results:
         wanted = [r for r in results if r["system"] == "vllm" and all(r[k] == result[k] for k in ("model", "part"))]
         if wanted and "first_tokens" in result:
             pairs = list(zip(result["first_tokens"], wanted[0]["first_tokens"], strict=True))
             same = sum(x == y for one, other in pairs for x, y in zip(one, other, strict=True))
             result["tokens_equal"] = same / max(sum(len(one) for one, _ in pairs), 1)
-        if wanted and "logprobs" in result:
-            result["agreement"] = compare(result["logprobs"][-1], wanted[0]["logprobs"][0])
     if not args.json:
         return
-    shown = [{key: x for key, x in result.items() if key not in BULKY} for result in results]
+    shown = [{key: x for key, x in result.items() if key != BULKY} for result in results]
     report = {
         "command": shlex.join(["python", "benchmarks/end_to_end.py", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -354,6 +359,7 @@ def main():
     parser.add_argument("--systems", default=",".join(SYSTEMS))
     parser.add_argument("--parts", default="decode,mix,profile")
     parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=16, help="tokens of the prompts of the part decode")
     parser.add_argument("--decode", type=int, default=192, help="output tokens of a request of the part decode")
     parser.add_argument("--profile", type=int, default=32, help="decode steps to profile")
     parser.add_argument("--map", default="lowrank", help="coefficient map of the random plans")

@@ -59,16 +59,19 @@ METADATA_SECONDS = []
 
 
 def time_metadata():
-    """Let the model runner note these times."""
+    """Let the model runners note these times."""
+    from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    build = GPUModelRunner._build_attention_metadata
+    def timed(build):
+        def described(*given, **others):
+            begin = time.perf_counter()
+            try:
+                return build(*given, **others)
+            finally:
+                METADATA_SECONDS.append(time.perf_counter() - begin)
 
-    def timed(self, *given, **others):
-        begin = time.perf_counter()
-        try:
-            return build(self, *given, **others)
-        finally:
-            METADATA_SECONDS.append(time.perf_counter() - begin)
+        return described
 
-    GPUModelRunner._build_attention_metadata = timed
+    GPUModelRunner._build_attention_metadata = timed(GPUModelRunner._build_attention_metadata)
+    MambaHybridModelState.prepare_attn = timed(MambaHybridModelState.prepare_attn)

@@ -20,7 +20,7 @@ def script_fixture(name):
 models = script_fixture("vllm_models")
 run = script_fixture("end_to_end")
 profile = script_fixture("vllm_profile")
-forced = script_fixture("vllm_forced")
+agreement = script_fixture("vllm_agreement")
 
 
 def layer_of(config):
@@ -104,37 +104,32 @@ def test_results_and_picture(run, tmp_path):
         common = {"model": "m", "system": system, "tokens_per_s": 100.0 * (1 + i), "first_tokens": tokens}
         results += [common | {"part": "decode"}, common | {"part": "mix"}]
         results.append(common | {"part": "profile", "profile": {"kinds_ms": {"state": 3.0 - i / 2, "host": 1.0}}})
-        logprobs = [[[0.0, 1.0], [2.0]], [[0.0, 1.0], [2.0 + i]]]  # served twice
-        results.append(common | {"part": "agree", "logprobs": logprobs, "gpu": "a device"})
+    results[0]["gpu"] = "a device"
     file = tmp_path / "results.json"
     run.finish(results, argparse.Namespace(json=str(file), commit="abc"))
     report = json.loads(file.read_text())
     assert (report["commit"], report["device"]) == ("abc", "a device")
-    assert [result["agreement"]["rms"] > 0 for result in report["results"][3::4]] == [False, True, True, True]
-    written = [result for result in report["results"] if result["part"] != "agree"]
-    assert not any("logprobs" in result for result in report["results"])
+    written = report["results"]
     assert [result["tokens_equal"] for result in written[:6:3]] == [1.0, 0.75]
     assert "first_tokens" not in written[0]
     run.draw(results, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
-def test_agreement(forced):
-    wanted = [[0.0, 2.0], None, [4.0, 6.0], [1.0]]
-    found = [[0.0, 2.0], [3.0], [4.0, 6.0 + 5**0.5], None]
-    result = forced.compare(found, wanted)
+def test_agreement(agreement):
+    result = agreement.summary([[0.0, 0.0], [0.0, 5**0.5]], 5**0.5)
     assert (result["requests"], result["tokens"]) == (2, 4)
-    assert result["spread"] == pytest.approx(5**0.5)
     assert result["rms"] == pytest.approx(0.5)
     assert result["largest"] == pytest.approx(1.0)
     assert result["worst_request"] == pytest.approx(0.5**0.5)
 
 
-def test_requests_with_continuations(forced):
-    requests = forced.draw_requests(50, (1, 4), (5, 6), 7, 0)
-    assert {len(prompt) for prompt, _ in requests} == {1, 2, 3}
-    assert {len(tokens) for _, tokens in requests} == {5}
-    assert {token for pair in requests for tokens in pair for token in tokens} == set(range(7))
+def test_requests(agreement):
+    requests = agreement.draw_requests(50, (1, 4), (5, 6), 7, 0, shared=9)
+    assert {len(prompt) for prompt, _ in requests} == {1, 2, 3, 10, 11, 12}
+    assert len({tuple(prompt[:9]) for prompt, _ in requests[::3]}) == 1
+    assert {count for _, count in requests} == {5}
+    assert {token for prompt, _ in requests for token in prompt} == set(range(7))
 
 
 def test_blocks(run):

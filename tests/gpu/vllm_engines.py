@@ -1,11 +1,11 @@
 """Engines of vLLM on a tiny model, without and with heads, one after the other; run by `test_vllm_engine.py`.
 
-    PYTHONPATH=benchmarks:SITE python vllm_engines.py KIND GRAPHS FOLDER
+    PYTHONPATH=benchmarks:SITE python vllm_engines.py KIND ENGINES FOLDER [SECONDS]
 
-Each engine serves the same requests with the same continuations (`benchmarks/vllm_forced.py`); a line of
-``FOLDER/results`` has what an engine gave. GRAPHS is "none,decode" (eager, then graphs of decode steps without
-compilation), "default" (vLLM's default) or "drafts" (speculative decoding with n-grams; the engines take their own
-tokens, and at last vLLM without drafts tells how far these are from its likeliest).
+Each engine serves the same requests and judges its own log-probabilities (`benchmarks/vllm_agreement.py`); a line of
+``FOLDER/results`` has what an engine gave. No engine begins after SECONDS. ENGINES is "graphs" (eager, and graphs of
+decode steps without compilation), "default" (vLLM's default) or "drafts" (speculative decoding with n-grams). The
+environment chooses the model runner.
 """
 
 import gc
@@ -13,15 +13,17 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import torch
-import vllm_forced
+import vllm_agreement
 import vllm_models
 from vllm import LLM
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from sketchssm.layer.coefficients import CoefficientMap
@@ -54,8 +56,7 @@ MODELS = {
     },
 }  # fmt: skip
 LAYERS = {"mamba2": Layer("mamba2", 4, 64, 64, 2), "gdn": Layer("gdn", 4, 64, 64, 2), "kda": Layer("kda", 2, 64, 64)}
-ROWS, TOKENS, BLOCKS = 16, 128, 40
-REQUESTS = 68
+ROWS, TOKENS, REQUESTS = 16, 128, 68
 GRAPHS = {
     "none": {"enforce_eager": True},
     "decode": {
@@ -66,18 +67,17 @@ GRAPHS = {
     "default": {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, ROWS, 32, 64, TOKENS]}},
 }  # fmt: skip
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+BLOCKS = {False: 100, True: 120}
+"""Blocks of engines without and with drafts: so few that requests are preempted."""
 FEW_TOKENS = 32
 """Vocabulary of engines with drafts: n-grams come back soon, so that there are many drafts, some of them right."""
 ENGINES = {
-    "none,decode": [
-        ("vllm", "none"), ("standard", "none"), ("standard", "decode"), ("replay", "decode"), ("sketch", "none"),
-        ("sketch", "decode"), ("coarse", "none"),
+    "graphs": [
+        ("vllm", "none"), ("sketch", "decode"), ("replay", "decode"), ("standard", "decode"), ("coarse", "none"),
+        ("sketch", "none"),
     ],
-    "default": [("vllm", "default"), ("standard", "default"), ("sketch", "default")],
-    "drafts": [
-        ("vllm", "decode"), ("standard", "none"), ("standard", "decode"), ("replay", "decode"), ("sketch", "none"),
-        ("sketch", "decode"), ("coarse", "decode"),
-    ],
+    "default": [("vllm", "default"), ("sketch", "default")],
+    "drafts": [("vllm", "decode"), ("sketch", "decode"), ("standard", "decode"), ("coarse", "decode")],
 }  # fmt: skip
 
 
@@ -113,79 +113,40 @@ def used():
     return torch.cuda.memory_allocated() + cupy.get_default_memory_pool().used_bytes()
 
 
-def start(graphs, model, **settings):
-    """Start an engine; its time, the engine and its pool of blocks."""
+def serve(graphs, model, counts, drafts):
+    """Start an engine and serve: log-probabilities against the engine's own prefill, memory, events."""
     begin = time.perf_counter()
+    caching = {"speculative_config": SPECULATIVE, "enable_prefix_caching": False} if drafts else {}
     llm = LLM(**{
         "model": model, "skip_tokenizer_init": True, "load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": ROWS,
-        "max_model_len": 512, "max_num_batched_tokens": TOKENS, "gpu_memory_utilization": 0.2,
-        "kv_cache_memory_bytes": 1 << 30, "num_gpu_blocks_override": BLOCKS, "mamba_ssm_cache_dtype": "float32",
-        "enable_prefix_caching": False, "disable_log_stats": True, "generation_config": "vllm", "seed": 0,
-        "additional_config": {"gdn_prefill_backend": "triton"}, **GRAPHS[graphs], **settings,
+        "max_model_len": 1024, "max_num_batched_tokens": TOKENS, "gpu_memory_utilization": 0.2,
+        "kv_cache_memory_bytes": 1 << 30, "num_gpu_blocks_override": BLOCKS[drafts],
+        "mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": True, "disable_log_stats": True,
+        "generation_config": "vllm", "seed": 0, "additional_config": {"gdn_prefill_backend": "triton"},
+        **GRAPHS[graphs], **caching,
     })  # fmt: skip
-    engine = llm.llm_engine
+    engine, seconds = llm.llm_engine, time.perf_counter() - begin
     pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-    return time.perf_counter() - begin, engine, pool
-
-
-def serve(graphs, model, counts):
-    """Start an engine and serve; what it gave, and a list with another pass for a control."""
-    seconds, engine, pool = start(graphs, model, logits_processors=[vllm_forced.processor()])
-    started = time.perf_counter()
-    requests = vllm_forced.draw_requests(REQUESTS, (1, 161), (4, 65), 1024, 1)
+    words = FEW_TOKENS if drafts else 1024
+    requests = vllm_agreement.draw_requests(REQUESTS, (1, 161), (4, 65), words, 1, 0 if drafts else 300)
     # prompts of one token, of a chunk, and of a chunk and one token
-    requests[:3] = [(requests[i][0][:1] * n, requests[i][1]) for i, n in enumerate((1, TOKENS, TOKENS + 1))]
-    own = "SKETCHSSM_VLLM" not in os.environ
-    # First of all, in blocks of zeros: vLLM's gdn starts prompts of one token from the state that their block has.
-    alone = vllm_forced.serve(engine, requests, 1) if own and graphs == "none" else None
-    vllm_forced.serve(engine, requests[:ROWS], ROWS)
+    requests[1:4] = [(requests[i][0][:1] * n, requests[i][1]) for i, n in ((1, 1), (2, TOKENS), (3, TOKENS + 1))]
+    vllm_agreement.serve(engine, requests[:ROWS], ROWS)
     before = used(), pool.get_num_free_blocks()
     counts.clear()
-    logprobs = vllm_forced.serve(engine, requests, ROWS, aborted=range(5, REQUESTS, 17))
-    result = {
-        "logprobs": logprobs, "preemptions": counts["preemptions"], "memory": [before[0], used()],
-        "free_blocks": [before[1], pool.get_num_free_blocks()], "start_seconds": seconds,
-    }  # fmt: skip
-    result |= {"again": vllm_forced.serve(engine, requests, 6)} if own else {}
-    result |= {"alone": alone} if alone else {}
-    result["seconds"] = time.perf_counter() - started
+    served = vllm_agreement.serve(engine, requests, ROWS, aborted=range(5, REQUESTS, 17))
+    result = {"memory": [before[0], used()], "free_blocks": [before[1], pool.get_num_free_blocks()]} | counts
+    wrong, gaps, spread = vllm_agreement.differences(engine, requests, served, ROWS)
     engine.engine_core.shutdown()
-    return result
-
-
-def serve_drafts(graphs, model, counts):
-    """Start an engine with speculative decoding and let it take its own tokens; what it gave. A request needs blocks
-    for its drafts' states too. vLLM's gdn is wrong for prompts of one token.
-    """
-    seconds, engine, pool = start(graphs, model, speculative_config=SPECULATIVE, num_gpu_blocks_override=3 * BLOCKS)
-    requests = vllm_forced.draw_requests(REQUESTS, (2, 161), (4, 65), FEW_TOKENS, 1)
-    vllm_forced.generate(engine, requests[:ROWS], ROWS)
-    before = used(), pool.get_num_free_blocks()
-    counts.clear()
-    tokens = vllm_forced.generate(engine, requests, ROWS, aborted=range(5, REQUESTS, 17))
-    result = {
-        "requests": [(prompt, chosen) for (prompt, _), chosen in zip(requests, tokens, strict=True) if chosen],
-        "memory": [before[0], used()], "free_blocks": [before[1], pool.get_num_free_blocks()],
-        "start_seconds": seconds, **{name: counts[name] for name in ("preemptions", "drafted", "accepted")},
-    }  # fmt: skip
-    engine.engine_core.shutdown()
-    return result
-
-
-def judge(model, results):
-    """Distances of tokens to vLLM's likeliest ones, and the spread of log-probabilities."""
-    _, engine, _ = start("none", model, logits_processors=[vllm_forced.processor()])
-    for result in results:
-        requests = result.pop("requests")
-        logprobs = vllm_forced.serve(engine, requests, ROWS)
-        result["spread"] = float(np.concatenate(logprobs).std())
-        result["gaps"] = vllm_forced.serve(engine, requests, ROWS, gaps=True)
-    engine.engine_core.shutdown()
+    result |= {"start_seconds": seconds, "seconds": time.perf_counter() - begin - seconds}
+    result["runner"] = 2 if engine.vllm_config.use_v2_model_runner else 1
+    return result | {"agreement": vllm_agreement.summary(gaps if drafts else wrong, spread)}
 
 
 def count_events():
-    """Let vLLM's scheduler count preemptions, and drafted and accepted tokens."""
+    """Let vLLM's scheduler count preemptions, tokens found in the cache, and drafted and accepted tokens."""
     counts = Counter()
+    find = KVCacheManager.get_computed_blocks
     preempt, observe = Scheduler._preempt_request, Scheduler.make_spec_decoding_stats
 
     def preempted(self, *given, **others):
@@ -196,45 +157,46 @@ def count_events():
         counts.update(drafted=num_draft_tokens, accepted=num_accepted_tokens)
         return observe(self, stats, num_draft_tokens, num_accepted_tokens, *given, **others)
 
+    def found(self, *given, **others):
+        result = find(self, *given, **others)
+        counts["cached_tokens"] += result[1]
+        return result
+
     Scheduler._preempt_request, Scheduler.make_spec_decoding_stats = preempted, observed
+    KVCacheManager.get_computed_blocks = found
     return counts
 
 
 def main():
+    begin = time.perf_counter()
     kind, engines, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    limit = float(sys.argv[4]) if len(sys.argv) > 4 else np.inf
     few = {"vocab_size": FEW_TOKENS} if engines == "drafts" else {}
     (folder / "config.json").write_text(json.dumps(MODELS[kind] | COMMON | few))
     vllm_models.load_random_weights(let_states_matter)
-    os.environ.pop("SKETCHSSM_VLLM", None)
-    counts, results = count_events(), []
+    counts = count_events()
     for system, graphs in ENGINES[engines]:
+        if time.perf_counter() - begin > limit:
+            break
+        os.environ.pop("SKETCHSSM_VLLM", None)
         if system != "vllm":
             from sketchssm.vllm import register
 
             register()
-            known = system in ("standard", "replay")
             plans = folder / system
+            known = system in ("standard", "replay")
             os.environ["SKETCHSSM_VLLM"] = (
                 system if known else str(plans) if plans.exists() else write_plans(kind, system, folder)
             )
-        how = serve_drafts if engines == "drafts" else serve
-        results.append(how(graphs, str(folder), counts) | {"system": system, "graphs": graphs})
-        if engines != "drafts":
-            note(folder, results.pop())
+        try:
+            result = serve(graphs, str(folder), counts, engines == "drafts")
+        except Exception:
+            result = {"error": traceback.format_exc()[-3000:]}
+        with (folder / "results").open("a") as file:
+            file.write(json.dumps(result | {"system": system, "graphs": graphs}) + "\n")
+        print({"kind": kind, "system": system, "graphs": graphs} | result, flush=True)
         clean()
-    if engines == "drafts":
-        del os.environ["SKETCHSSM_VLLM"]
-        judge(str(folder), results)
-        for result in results:
-            note(folder, result)
     os._exit(0)  # engines take long to end
-
-
-def note(folder, result):
-    """Append a result to the file."""
-    with (folder / "results").open("a") as file:
-        file.write(json.dumps(result) + "\n")
-    print({name: x for name, x in result.items() if not isinstance(x, list) or len(x) < 3}, flush=True)
 
 
 def clean():
