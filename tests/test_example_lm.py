@@ -28,7 +28,7 @@ def lm():
     """The example's modules, imported as its script imports them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(LM))
-        names = ("recurrence", "model", "prompts", "systems", "figure", "evaluate")
+        names = ("recurrence", "model", "prompts", "systems", "figure", "runs", "evaluate")
         yield {name: importlib.import_module(name) for name in names}
         for name in names:
             sys.modules.pop(name, None)

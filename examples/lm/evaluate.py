@@ -8,10 +8,10 @@ then each system decodes these tokens, the question and the answer. `--tasks` ad
 """
 
 import argparse
-import subprocess
 import sys
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from figure import Comparison, draw
 from model import HybridLM
 from prompts import ROOM, WORDING, mixed_rows, needle_prompts, text_rows
 from recurrence import Chunked, Heads
+from runs import command, commit, devices, encoder
 from torch.nn import functional as F
 
 from sketchssm.calibrate.allocation import METHODS
@@ -42,6 +43,8 @@ class Result:
     ----------
     name, family : str
         The system, and its method.
+    backend : str
+        Where its heads ran.
     reduction : float
         Traffic reduction relative to standard decode.
     loss : float
@@ -67,6 +70,7 @@ class Result:
 
     name: str
     family: str
+    backend: str
     reduction: float
     loss: float
     perplexity: float
@@ -118,8 +122,8 @@ def score_text(model, heads, ids, standard=None):
     # row by row, as logits are large; in float64, as small divergences are differences of large numbers
     for row, exact, following in zip(hidden, hidden if standard is None else standard.hidden, ids[:, 1:], strict=True):
         logits, want = (F.log_softmax(model.head(x).double(), -1) for x in (row, exact))
-        loss = F.nll_loss(logits, following, reduction="none")
-        found.append([x.numpy() for x in (loss, logits.argmax(-1), (want.exp() * (want - logits)).sum(-1))])
+        loss = F.nll_loss(logits, following.to(logits.device), reduction="none")
+        found.append([x.cpu().numpy() for x in (loss, logits.argmax(-1), (want.exp() * (want - logits)).sum(-1))])
     return Scores(*(np.stack(x) for x in zip(*found, strict=True)), hidden)
 
 
@@ -145,7 +149,7 @@ def continued(model, heads, batch, wipe=False):
     if not wipe:
         core.load(batch.states)
     hidden = model(batch.rest, core, dict(batch.cache))
-    return np.stack([model.head(row).argmax(-1).numpy() for row in hidden])
+    return np.stack([model.head(row).argmax(-1).cpu().numpy() for row in hidden])
 
 
 def recall(model, heads, prompts, decoded=0, batch=16):
@@ -200,6 +204,7 @@ def evaluate(
             Result(
                 system.name,
                 system.family,
+                own[model.recurrent[0]].backend,
                 system.reduction,
                 loss,
                 float(np.exp(loss)),
@@ -236,7 +241,7 @@ def listed(options, calibrations):
                 systems += catalogue.sketches(calibrations, [*options.ranks, *beside], *settings)
         else:
             systems += catalogue.baselines(calibrations, family, options.window)
-    return systems
+    return systems[:1] + [x for x in systems[1:] if any(fnmatchcase(x.name, name) for name in options.only)]
 
 
 def show(output, kind, results, without, wiped):
@@ -269,6 +274,7 @@ def arguments(given=None):
     add("--tokens", type=Path, required=True, help="folder of calib.npy, test.npy and tokenizer.json")
     choices = ("sketch", "joint", *(family for family in catalogue.FAMILIES if family != "exact"))
     add("--systems", nargs="+", choices=choices, default=choices, help="systems besides the exact ones")
+    add("--only", nargs="+", default=("*",), help="names of systems, with wildcards; others are left out")
     add("--ranks", nargs="*", type=float, default=(4, 8, 16), help="mean ranks of sketches")
     add("--copy-bits", nargs="*", type=float, help="also sketches of the traffic of copies of so many bits")
     add("--maps", nargs="+", choices=MAPS, default=(DEFAULT_MAP,), help="coefficient maps of sketches")
@@ -288,7 +294,10 @@ def arguments(given=None):
     add("--length", type=int, default=1024, help="tokens of a row and of a prompt")
     add("--decoded", type=int, default=0, help="tokens of the haystack that systems decode")
     add("--backend", default="auto", help="backend of the heads")
+    add("--device", default="cpu", help="PyTorch's name of the model's device")
+    add("--batch", type=int, default=16, help="prompts that decode at once")
     add("--seed", type=int, default=0)
+    add("--commit", help="for the report, where this is no clone")
     add("--out", type=Path, help="folder for lm-KIND.json and lm-KIND.png")
     options = parser.parse_args(given)
     if options.distance and not options.tasks:
@@ -299,8 +308,9 @@ def arguments(given=None):
 def main(given=None):
     """Calibrate, compare, print, and write the files of `--out`."""
     options = arguments(given)
-    output, revision = Output(None), commit()
-    model = HybridLM.load(options.model)
+    output, revision = Output(None), options.commit or commit()
+    torch.backends.cudnn.allow_tf32 = False  # of convolutions; products have float32 by default
+    model = HybridLM.load(options.model).to(options.device)
     kind = model.layer.kind
     calib, test = (np.load(options.tokens / f"{part}.npy") for part in ("calib", "test"))
     rng = np.random.default_rng(options.seed)
@@ -325,7 +335,7 @@ def main(given=None):
         for task, distance in product(options.tasks, options.distance or (1024,))
     }
     with output.progress("", len(systems) + 1 + len(tasks)) as step:
-        settings = {"decoded": options.decoded, "backend": options.backend, "step": step}
+        settings = {"decoded": options.decoded, "batch": options.batch, "backend": options.backend, "step": step}
         results, without, wiped = evaluate(model, systems, text, prompts, tasks, **settings)
     show(output, kind, results, without, wiped)
     if options.out is None:
@@ -334,8 +344,8 @@ def main(given=None):
     report = {
         "commit": revision,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": "CPU",
-        "command": command(options),
+        "devices": devices([x.backend for x in results], model),
+        "command": command("evaluate.py", options),
         "kind": kind,
         "systems": [asdict(x) for x in results],
         "recall_without_states": without,
@@ -343,42 +353,6 @@ def main(given=None):
     }
     Output(str(options.out / f"lm-{kind}.json")).finish(report)
     output.say(f"written: {draw([Comparison(kind, results, without)], options.out / f'lm-{kind}.png')}")
-
-
-def encoder(folder):
-    """Tokens of a string, by the folder's tokenizer."""
-    try:
-        from tokenizers import Tokenizer
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("needle prompts need a tokenizer: pip install tokenizers") from error
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return lambda text: tokenizer.encode(text).ids
-
-
-def commit():
-    """The checkout's commit, marked if files differ; empty outside a checkout."""
-    here = Path(__file__).parent
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"],
-        cwd=here,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip()
-
-
-def command(options):
-    """The command line that repeats a run, without the folders of the data."""
-    words = []
-    for name, value in vars(options).items():
-        if value is None or value is False:
-            continue
-        if name in ("model", "tokens", "out"):
-            value = {"model": f"MODELS/{options.model.name}", "tokens": "TOKENS", "out": "RESULTS"}[name]
-        values = value if isinstance(value, list | tuple) else [] if value is True else [value]
-        words += [f"--{name.replace('_', '-')}", *(f"{x:g}" if isinstance(x, float) else str(x) for x in values)]
-    return f"python examples/lm/evaluate.py {' '.join(words)}"
 
 
 if __name__ == "__main__":

@@ -185,10 +185,15 @@ class HybridLM(nn.Module):
         """
         core = Chunked() if core is None else core
         cache = {} if cache is None else cache
-        x = self.emb(ids)
+        x = self.emb(ids.to(self.device))
         for place, block in enumerate(self.blocks):
             x = block(x, place, core, cache)
         return self.nf(x)
+
+    @property
+    def device(self):
+        """Where the weights are."""
+        return self.emb.weight.device
 
     def head(self, hidden):
         """Logits ``(..., vocab)``."""

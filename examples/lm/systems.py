@@ -112,7 +112,7 @@ def calibrate(model, ids, window=16, rank_max=None, joint=False, questions=None)
                 seen[place].append(inputs)
     found = {}
     for place, rows in seen.items():
-        tokens = Tokens(*(None if x[0] is None else torch.cat(x).numpy() for x in zip(*rows, strict=True)))
+        tokens = Tokens(*(None if x[0] is None else torch.cat(x).numpy(force=True) for x in zip(*rows, strict=True)))
         moments = ss.Moments(layer, window=window)
         moments.update(*tokens)
         basis = ss.fit_basis(moments)
@@ -146,7 +146,8 @@ def graded(model, ids, start=1):
         finally:
             hook.remove()
         logits = model.head(hidden[:, start - 1 : -1])
-        F.cross_entropy(logits.flatten(0, 1), ids[:, start:].flatten(), reduction="sum").backward()
+        wanted = ids[:, start:].flatten().to(logits.device)
+        F.cross_entropy(logits.flatten(0, 1), wanted, reduction="sum").backward()
     return recorder
 
 
