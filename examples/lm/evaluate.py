@@ -163,7 +163,17 @@ def recall(model, heads, prompts, decoded=0, batch=16):
 
 
 def evaluate(
-    model, systems, text, prompts, tasks=None, *, decoded=0, batch=16, backend="auto", step=lambda label: None
+    model,
+    systems,
+    text,
+    prompts,
+    tasks=None,
+    *,
+    decoded=0,
+    batch=16,
+    backend="auto",
+    step=lambda label: None,
+    save=lambda *found: None,
 ):
     """Run all systems and compare them with the first. Returns results, recall without states, and that of tasks.
 
@@ -187,6 +197,8 @@ def evaluate(
         Where heads run.
     step : callable
         Called with a label before each part.
+    save : callable
+        Called with what is returned, as far as it is known, before and after each of `tasks`.
     """
     least = min(x.question for x in (prompts, *(tasks or {}).values()))
     if not 0 <= decoded <= least:
@@ -217,11 +229,13 @@ def evaluate(
     *scores, without = recall(model, heads, prompts, decoded, batch)
     results = [replace(x, recall=y.share, recall_error=y.error) for x, y in zip(results, scores, strict=True)]
     wiped = {}
+    save(results, without.share, wiped)
     for name, own in (tasks or {}).items():
         step(name)
         *scores, wiped[name] = recall(model, heads, own, decoded, batch)
         for result, score in zip(results, scores, strict=True):
             result.tasks[name] = score
+        save(results, without.share, wiped)
     return results, without.share, wiped
 
 
@@ -334,25 +348,30 @@ def main(given=None):
         )
         for task, distance in product(options.tasks, options.distance or (1024,))
     }
+
+    def save(results, without, wiped):
+        """Write the report; of a long run, also before its end."""
+        if options.out is not None:
+            report = {
+                "commit": revision,
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                "devices": devices([x.backend for x in results], model),
+                "command": command("evaluate.py", options),
+                "kind": kind,
+                "systems": [asdict(x) for x in results],
+                "recall_without_states": without,
+                "tasks_without_states": wiped,
+            }
+            Output(str(options.out / f"lm-{kind}.json")).finish(report)
+
     with output.progress("", len(systems) + 1 + len(tasks)) as step:
-        settings = {"decoded": options.decoded, "batch": options.batch, "backend": options.backend, "step": step}
-        results, without, wiped = evaluate(model, systems, text, prompts, tasks, **settings)
-    show(output, kind, results, without, wiped)
-    if options.out is None:
-        return
-    options.out.mkdir(parents=True, exist_ok=True)
-    report = {
-        "commit": revision,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "devices": devices([x.backend for x in results], model),
-        "command": command("evaluate.py", options),
-        "kind": kind,
-        "systems": [asdict(x) for x in results],
-        "recall_without_states": without,
-        "tasks_without_states": wiped,
-    }
-    Output(str(options.out / f"lm-{kind}.json")).finish(report)
-    output.say(f"written: {draw([Comparison(kind, results, without)], options.out / f'lm-{kind}.png')}")
+        settings = {"decoded": options.decoded, "batch": options.batch, "backend": options.backend}
+        found = evaluate(model, systems, text, prompts, tasks, **settings, step=step, save=save)
+    show(output, kind, *found)
+    save(*found)
+    if options.out is not None:
+        results, without, _ = found
+        output.say(f"written: {draw([Comparison(kind, results, without)], options.out / f'lm-{kind}.png')}")
 
 
 if __name__ == "__main__":
