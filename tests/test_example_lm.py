@@ -28,7 +28,7 @@ def lm():
     """The example's modules, imported as its script imports them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(LM))
-        names = ("recurrence", "model", "prompts", "systems", "figure", "runs", "evaluate")
+        names = ("recurrence", "model", "prompts", "systems", "figure", "runs", "evaluate", "stress")
         yield {name: importlib.import_module(name) for name in names}
         for name in names:
             sys.modules.pop(name, None)
@@ -261,6 +261,39 @@ def test_pictures_come_from_files(lm, tmp_path):
     lm["figure"].main([*files, "--upper", "divergence", "--out", str(tmp_path / "three.svg")])
     text = (tmp_path / "three.svg").read_bytes()
     assert b"divergence from" in text and b"perplexity" not in text
+
+
+def test_free_decode_beside_standard_decode(lm):
+    """Half of the rows take the likeliest tokens; standard decode does not diverge from itself, a sketch does."""
+    model, rows = tiny(lm, "gdn"), ids(4, 24)
+    calibrations = lm["systems"].calibrate(model, ids(3, 64), window=8)
+    (narrow,) = lm["systems"].sketches(calibrations, [1], 8)
+    standard = {place: ss.StandardHead(model.layer, 4, "cpu") for place in model.recurrent}
+    exact = {place: ss.StandardHead(model.layer, 4, "cpu") for place in model.recurrent}
+    said, apart = lm["stress"].free_decode(model, exact, standard, rows, 30, seed=3)
+    assert said.shape == apart.shape == (4, 30) and not apart.any()
+    whole = model.head(model(torch.cat([rows, torch.from_numpy(said)], 1))).argmax(-1)[:, 23:-1]
+    assert np.array_equal(said[:2], whole[:2]) and not np.array_equal(said[2:], whole[2:])
+    _, apart = lm["stress"].free_decode(model, narrow.heads(4, "cpu"), standard, rows, 30, seed=3)
+    assert (apart[:, 10:] > 0).all() and apart.mean() > 1e-7
+    assert lm["stress"].in_blocks(apart, 3)[0] == pytest.approx(apart[:, :10].mean())
+
+
+def test_repeated_parts_of_free_decode(lm):
+    rows = np.array([[1, 2, 3, 9, 1, 2, 3, 9, 1], [1, 2, 3, 4, 5, 6, 7, 8, 9]])
+    found = lm["stress"].repeated(rows, 3)
+    assert found.tolist() == [[False] * 6 + [True] * 3, [False] * 9]
+
+
+def test_mixed_calibration_takes_turns(lm, tmp_path):
+    """Both parts of a calibration, bases and scores, see every kind of text; halves of a file do not overlap."""
+    for name, word in (("code", "x"), ("tables", "1")):
+        (tmp_path / f"{name}.txt").write_text(f"{word} " * 200)
+    kinds, density = lm["stress"].texts_of(tmp_path, encode, VOCAB, np.random.default_rng(0))
+    assert list(kinds) == ["code", "tables", "random"] and density["code"] == 2.0
+    assert len(kinds["code"][0]) == len(kinds["code"][1]) == 100 and kinds["random"][0] is None
+    mixed = lm["stress"].mixture(np.zeros(200, int), kinds, 5, 20, np.random.default_rng(0))
+    assert mixed.shape == (5, 20) and mixed[:, 0].tolist() == [0, *encode("x 1"), 0, *encode("x")]
 
 
 def test_layers_share_the_budget(lm):

@@ -117,7 +117,9 @@ class Scores(NamedTuple):
 @torch.no_grad()
 def score_text(model, heads, ids, standard=None):
     """Score test text, decoded from zero states, against the `Scores` of standard decode."""
-    hidden = model(ids, Heads(heads))[:, :-1]
+    core = Heads(heads)
+    core.reset()
+    hidden = model(ids, core)[:, :-1]
     found = []
     # row by row, as logits are large; in float64, as small divergences are differences of large numbers
     for row, exact, following in zip(hidden, hidden if standard is None else standard.hidden, ids[:, 1:], strict=True):
