@@ -10,7 +10,7 @@ from samples import LAYERS, at, plan_of, relative, tokens_of
 
 torch = pytest.importorskip("torch")
 
-from sketchssm.layer.recurrence import FULL_STATE, Tokens  # noqa: E402
+from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens  # noqa: E402
 from sketchssm.reference.recurrence import run  # noqa: E402
 from sketchssm.vllm.batches import KnownTokens, PrefillRows, RowBuffers, split_rows  # noqa: E402
 from sketchssm.vllm.blocks import BlockLayout  # noqa: E402
@@ -215,3 +215,23 @@ def test_serves_requests_like_their_own_recurrence(system, kind, data):
 def test_serves_drafts_like_their_own_recurrence(system, kind, data):
     """The same with drafts, of which some are accepted, in batches with rows of any number of tokens."""
     serve(data, system, kind, 3, data.draw(st.booleans(), "phases") and system != "standard")
+
+
+@pytest.mark.parametrize("form", ({"sketch_dtype": "int8"}, {"map": "subspace", "residual_bits": 2}, {}))
+def test_plans_of_all_forms(rng, form):
+    """A head on the blocks of a pool gives what a head on memory of its own gives."""
+    layer = Layer("gdn", 4, 16, 32, 2)
+    plan = plan_of(rng, layer, np.resize([4, 2, FULL_STATE], layer.heads), window=WINDOW, **form)
+    recipe = Recipe("sketch", plan, "cpu", activation_dtype=None)
+    layout = BlockLayout.behind(0, recipe.parts())
+    pool = torch.zeros(3, layout.state_bytes + layout.bytes + 64, dtype=torch.uint8)
+    states = pool[:, : layout.state_bytes].view(torch.float32).view(3, *layer.state_shape)
+    decoder = LayerDecoder(recipe, states, pool[:, layout.state_bytes :], layout)
+    own = recipe.head(3)
+    for head in (decoder.head, own):
+        head.reset(np.array([1, 2]))
+    tokens = tokens_of(rng, layer, 2, 2 * WINDOW)
+    for i in range(2 * WINDOW):
+        step = [None if x is None else np.ascontiguousarray(x[:, i], np.float32) for x in tokens]
+        found, wanted = (head.step(*step, slots=np.array([1, 2])) for head in (decoder.head, own))
+        assert np.array_equal(found, wanted)

@@ -12,14 +12,6 @@ from sketchssm.layer.slots import SlotPart
 
 __all__ = ["BlockLayout", "as_memory"]
 
-TYPES = {
-    "bfloat16": torch.uint16,  # the bits, which every version of CuPy takes
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "int32": torch.int32,
-}
-
 
 @dataclass(frozen=True)
 class BlockLayout:
@@ -56,7 +48,9 @@ class BlockLayout:
         """
         found = {}
         for part, offset in zip(self.parts, self.offsets, strict=True):
-            flat = side[:, offset : offset + part.bytes].view(TYPES[part.dtype])
+            # of bfloat16 the bits, which every version of CuPy takes
+            kind = torch.uint16 if part.dtype == "bfloat16" else getattr(torch, part.dtype)
+            flat = side[:, offset : offset + part.bytes].view(kind)
             found[part.name] = flat.view(side.shape[0], *part.shape) if part.shape else flat[:, 0]
         return found
 

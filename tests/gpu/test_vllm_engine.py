@@ -3,9 +3,9 @@ environment variable `SKETCHSSM_VLLM_SITE` names a folder with vLLM, if Python d
 are skipped. All engines serve the same requests: prompts and outputs of random lengths, some with a common prefix that
 the cache has, 16 at a time, in chunks of 128 tokens, in so few blocks that some requests are preempted; some are
 aborted. Log-probabilities of decode steps are compared with those of vLLM's prefill of the same tokens, as shares of
-their spread. Numbers of vLLM's own decode steps are printed only. Standard and replay heads, heads that read their
-full states, and sketches of all 64 columns agree with the prefill to rounding. The exact map regularises by 1e-4 of
-the mean diagonal of a state's metric: a singular direction of a state, s^2 times this mean, is read as s^2 / (s^2 +
+their spread. Numbers of vLLM's own decode steps, and of sketches with residuals, are printed only. Standard and replay
+heads, full-state heads, and sketches of all 64 columns agree with the prefill to rounding. The map regularises by 1e-4
+of the mean diagonal of a state's metric: a singular direction of a state, s^2 times this mean, is read as s^2 / (s^2 +
 1e-4) of itself, so that the error is at most sqrt(1e-4) / 2 = 0.5% of the root mean square direction, about bfloat16's
 own rounding (0.4%). Each of the two recurrent layers, the residual stream and the logits round to bfloat16: hence a
 limit of 3% for the root mean square, and of 10% for that of the worst request. With drafts, compared are the distances
@@ -95,5 +95,5 @@ def test_engines(engines, run, capsys):
         for limit, most in LIMITS.items():
             if x["system"] == "coarse":  # what the limits must tell apart
                 assert x["agreement"][limit] > 2 * most, f"{name}: {limit}"
-            elif x["system"] != "vllm":
+            elif x["system"] not in ("vllm", "residual"):
                 assert x["agreement"][limit] < most, f"{name}: {limit}"

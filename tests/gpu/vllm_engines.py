@@ -67,14 +67,14 @@ GRAPHS = {
     "default": {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, ROWS, 32, 64, TOKENS]}},
 }  # fmt: skip
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-BLOCKS = {False: 100, True: 120}
+BLOCKS = {False: 60, True: 120}
 """Blocks of engines without and with drafts: so few that requests are preempted."""
 FEW_TOKENS = 32
 """Vocabulary of engines with drafts: n-grams come back soon, so that there are many drafts, some of them right."""
 ENGINES = {
     "graphs": [
         ("vllm", "none"), ("sketch", "decode"), ("replay", "decode"), ("standard", "decode"), ("coarse", "none"),
-        ("sketch", "none"),
+        ("residual", "decode"), ("sketch", "none"),
     ],
     "default": [("vllm", "default"), ("sketch", "default")],
     "drafts": [("vllm", "decode"), ("sketch", "decode"), ("standard", "decode"), ("coarse", "decode")],
@@ -82,10 +82,12 @@ ENGINES = {
 
 
 def write_plans(kind, system, folder):
-    """Plans of the recurrent layers: sketches of full rank and heads that read their state, or of rank 2."""
+    """Plans of the recurrent layers: of full rank with heads that read their state, of rank 2, or with residuals."""
     layer = LAYERS[kind]
     if system == "coarse":
         plan = bench.random_plan(layer, 2, 16, "lowrank")
+    elif system == "residual":
+        plan = bench.random_plan(layer, 48, 16, "subspace", residual_bits=3)
     else:
         ranks = np.resize([layer.key_dim, FULL_STATE], layer.heads)
         plan = bench.random_plan(layer, ranks, 16, CoefficientMap("ridge", ridge=0.0), sketch_dtype="float32")
@@ -135,7 +137,8 @@ def serve(graphs, model, counts, drafts):
     before = used(), pool.get_num_free_blocks()
     counts.clear()
     served = vllm_agreement.serve(engine, requests, ROWS, aborted=range(5, REQUESTS, 17))
-    result = {"memory": [before[0], used()], "free_blocks": [before[1], pool.get_num_free_blocks()]} | counts
+    result = {"memory": [before[0], used()], "free_blocks": [before[1], pool.get_num_free_blocks()]}
+    result |= {name: counts[name] for name in ("preemptions", "cached_tokens", "drafted", "accepted")}
     wrong, gaps, spread = vllm_agreement.differences(engine, requests, served, ROWS)
     engine.engine_core.shutdown()
     result |= {"start_seconds": seconds, "seconds": time.perf_counter() - begin - seconds}
@@ -191,7 +194,7 @@ def main():
         try:
             result = serve(graphs, str(folder), counts, engines == "drafts")
         except Exception:
-            result = {"error": traceback.format_exc()[-3000:]}
+            result = {"error": traceback.format_exc()[-1500:]}
         with (folder / "results").open("a") as file:
             file.write(json.dumps(result | {"system": system, "graphs": graphs}) + "\n")
         print({"kind": kind, "system": system, "graphs": graphs} | result, flush=True)
