@@ -45,7 +45,7 @@ def flat(name, result):
 def measure(shape, batch, state_dtype, bandwidth, args):
     """Rows of one shape and batch: one for the systems without sketches, one for each plan."""
     layer = bench.SHAPES[shape]
-    gate = bench.random_gate(layer) if args.raw_gate and layer.kind == "kda" else None
+    gate = bench.random_gate(layer) if args.raw_gate and layer.channel_decays else None
     work = bench.Workload(layer, batch, args.window, raw_gate=gate is not None)
     pace = {"seconds": args.seconds, "duty": args.duty}
     head = {"shape": shape, "batch": batch, "map": args.map, "state_dtype": state_dtype}

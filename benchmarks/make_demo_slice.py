@@ -45,7 +45,7 @@ def main():
             if values is not None:
                 cut = values[:rows, : options.tokens]
                 # a scalar log-decay adds up over hundreds of tokens and is small: it stays as it is
-                keep = name == "g" and whole.layer.kind != "kda"
+                keep = name == "g" and not whole.layer.channel_decays
                 arrays[f"{part}_{name}"] = cut if keep else rounded(cut)
     if whole.grad is not None:
         scored = slice(options.calib - max(options.calib // 3, 1), options.calib)

@@ -67,7 +67,7 @@ def made_up(kind, case, length, test):
     if case == "other queries" and test:
         q = rng.standard_normal(q.shape)
     most = 1e-4 if case == "slow decay" else 0.02
-    g = -most * rng.random((1, length, 4, 128) if kind == "kda" else (1, length, 4))
+    g = -most * rng.random((1, length, 4, 128) if layer.channel_decays else (1, length, 4))
     beta = rng.random((1, length, 4)) if layer.erases else None
     return layer, Tokens(*(None if x is None else x.astype(np.float32) for x in (unit(q), unit(k), v, g, beta)))
 

@@ -107,10 +107,10 @@ class DecodeLayer(torch.nn.Module):  # type: ignore[misc]
             Queries and keys.
         v : torch.Tensor, (batch, [tokens,] heads, V)
             Values.
-        g : torch.Tensor, (batch, [tokens,] heads) or, for kda, (batch, [tokens,] heads, K)
+        g : torch.Tensor, (batch, [tokens,] heads) or, for kda and gla, (batch, [tokens,] heads, K)
             Log-decays, or raw gate inputs.
         beta : torch.Tensor, (batch, [tokens,] heads), optional
-            Write gates; None for mamba2.
+            Write gates; None for mamba2 and gla.
         slots : torch.Tensor of int, (batch,), optional
             State slot of each row. Default: row i uses slot i.
         out : torch.Tensor, optional

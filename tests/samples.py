@@ -8,13 +8,13 @@ from safetensors import safe_open
 
 from sketchssm.arrays.gates import GateInput
 from sketchssm.layer.coefficients import DEFAULT_MAP, FORMS, CoefficientMap
-from sketchssm.layer.recurrence import Layer, Tokens
+from sketchssm.layer.recurrence import KINDS, Layer, Tokens
 from sketchssm.plans.files import KEY
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.tasks import Form, Wording, make_prompts
 
 # Heads share key heads, and all sizes differ: transposed or misgrouped axes change results or fail.
-LAYERS = {kind: Layer(kind, heads=4, key_dim=6, value_dim=5, key_heads=2) for kind in ("mamba2", "gdn", "kda")}
+LAYERS = {kind: Layer(kind, heads=4, key_dim=6, value_dim=5, key_heads=2) for kind in KINDS}
 HARSH_DECAYS = (0.0, -0.05, -50.0, -np.inf)
 HARSH_WRITES = (0.0, 0.5, 1.0)
 
@@ -64,7 +64,7 @@ def reflections(rng, layer, keys, length):
 
 
 def gate_of(rng, layer, lower_bound=None):
-    """A kda layer's gate. With inputs of `raw_of` some channels hardly decay and some decay within a few tokens."""
+    """Gate of a layer with a decay per channel; with inputs of `raw_of` some channels hardly decay, some quickly."""
     rate_log = np.log(rng.uniform(1, 16, layer.heads))
     return GateInput(rate_log, rng.uniform(-8, 0, (layer.heads, layer.key_dim)), lower_bound)
 

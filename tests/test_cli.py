@@ -17,11 +17,11 @@ from test_traces import SHAPES, write_traces
 import sketchssm as ss
 from sketchssm import cuda
 from sketchssm.calibrate.plans import Settings, calibrate
-from sketchssm.calibrate.traces import Traces
+from sketchssm.calibrate.traces import SHIPPED, Traces
 from sketchssm.cli import COMMANDS, demo, main
 from sketchssm.cli.output import Output
 from sketchssm.layer.coefficients import CoefficientMap
-from sketchssm.layer.recurrence import KINDS, Layer
+from sketchssm.layer.recurrence import Layer
 from sketchssm.plans.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans, load_plans
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study import bench
@@ -275,7 +275,7 @@ def test_demo(tmp_path):
     assert "us/token" not in result.output
     report = json.loads(file.read_text())
     assert report["times"] == []
-    assert [layer["kind"] for layer in report["layers"]] == list(KINDS)
+    assert [layer["kind"] for layer in report["layers"]] == list(SHIPPED)
     for layer in report["layers"]:
         systems = {system["setting"]: system for system in layer["systems"]}
         assert all(system["flush_error"] < 1e-6 and system["state_error"] < 1e-9 for system in systems.values())

@@ -53,7 +53,7 @@ evaluate good.npz --format svg | --format: has no effect without --plots
 bench --plan plan --shape qwen3-next | --shape: has no effect with --plan
 calibrate good.npz --out - | --out: expected a file, got -; only --json
 bench --shape qwen3-next --residual-bits 2 | --residual-bits: has no effect without --map subspace
-bench --shape qwen3-next --batch 1 --raw-gate | --raw-gate: has no effect without a layer of kda
+bench --shape qwen3-next --batch 1 --raw-gate | --raw-gate: has no effect without a decay per channel
 bench --shape nemotron-3-super --batch 1 --rank 65 | mean_ranks: expected at most 64 for nemotron-3-super, got 65
 bench --shape nemotron-3-super --rank-max 4 | rank_max: expected 5 (the mean rank) to 64 for nemotron-3-super, got 4
 demo --backend reference --rows 4 | --rows: has no effect

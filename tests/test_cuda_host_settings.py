@@ -162,6 +162,7 @@ class TestBackends:
     @pytest.mark.parametrize(
         ("layer", "window", "pivots", "message"),
         [
+            (Layer("gla", 2, 64, 64), 16, 4, "kind: the CUDA kernels don't support gla"),
             (Layer("gdn", 2, 96, 80), 16, 4, "key_dim: the CUDA kernels don't support 96"),
             (Layer("gdn", 2, 64, 72), 16, 4, "value_dim: the CUDA kernels don't support 72"),
             (Layer("mamba2", 32, 64, 80, 1), 16, 4, "key_heads: the CUDA kernels don't support 1 for 32 heads"),

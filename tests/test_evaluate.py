@@ -10,7 +10,7 @@ from test_traces import write_traces
 from sketchssm.calibrate.allocation import allocate_ranks
 from sketchssm.calibrate.plans import Settings, calibrate
 from sketchssm.calibrate.scores import RankScores
-from sketchssm.calibrate.traces import Traces
+from sketchssm.calibrate.traces import SHIPPED, Traces
 from sketchssm.calibrate.windows import host_tokens, walk
 from sketchssm.heads.standard import StandardHead
 from sketchssm.layer.coefficients import MAPS, RIDGE_FLOOR
@@ -198,7 +198,7 @@ def test_reductions_count_what_the_map_stores(study):
         assert system.reduction == pytest.approx(traffic.standard(*size[1:]) / bytes_used)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHIPPED)
 def test_calibrated_beats_random_on_shipped_traces(kind):
     layer = calibrate(Traces.shipped(kind), rank_max=8)
     random = SketchBasis.random(layer.traces.layer, 8, seed=1)

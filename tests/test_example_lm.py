@@ -12,8 +12,8 @@ import pytest
 from samples import Basis, relative, self_answered
 
 import sketchssm as ss
+from sketchssm.calibrate.traces import SHIPPED
 from sketchssm.layer.formats import FORMATS
-from sketchssm.layer.recurrence import KINDS
 
 torch = pytest.importorskip("torch")
 LM = Path(__file__).parents[1] / "examples" / "lm"
@@ -52,7 +52,7 @@ def stepwise(model, core, tokens):
     return torch.cat([model(token, core, cache) for token in tokens.split(1, dim=1)], 1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHIPPED)
 def test_stepwise_decode_is_the_forward_pass(kind, lm):
     """In float64 both orders of summation agree to rounding, 40 tokens deep."""
     model = tiny(lm, kind, torch.float64)
@@ -60,7 +60,7 @@ def test_stepwise_decode_is_the_forward_pass(kind, lm):
     assert relative(stepwise(model, lm["recurrence"].Heads(heads), ids()), model(ids())) < 1e-11
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHIPPED)
 def test_full_reads_and_full_ranks_are_exact(kind, lm, rng):
     """Plans with full-state heads, and with full rank and a map that is exact there, decode like the forward pass."""
     model = tiny(lm, kind, torch.float64)
@@ -71,7 +71,7 @@ def test_full_reads_and_full_ranks_are_exact(kind, lm, rng):
         assert relative(model(ids(), lm["recurrence"].Heads(heads)), model(ids())) < tolerance
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHIPPED)
 def test_decode_goes_on_from_a_prefill(kind, lm):
     model = tiny(lm, kind)
     core, cache = lm["recurrence"].Chunked(), {}
@@ -82,7 +82,7 @@ def test_decode_goes_on_from_a_prefill(kind, lm):
     assert relative(whole, model(ids())) < 1e-5  # float32, three blocks
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHIPPED)
 def test_gradients_are_those_of_the_loss(kind, lm):
     """The slope of the loss along a recorded gradient is the norm of the gradient."""
     model = tiny(lm, kind, torch.float64)
@@ -309,7 +309,7 @@ def ss_system(reduction):
     return System("any", lambda slots, backend: None, reduction)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHIPPED)
 def test_logits_are_those_of_the_model_as_trained(kind, lm):
     """Against the implementation that trained the weights; SKETCHSSM_MODELS names their folder."""
     folder = Path(os.environ.get("SKETCHSSM_MODELS", "missing"))

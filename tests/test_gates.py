@@ -113,7 +113,7 @@ class TestRefusals:
     @pytest.mark.parametrize("backend", ["auto", "reference", "cpu"])
     def test_layers(self, system, backend, rng):
         for kind in ("mamba2", "gdn"):
-            with pytest.raises(ValueError, match=rf"^gate: expected None for {kind}; only kda"):
+            with pytest.raises(ValueError, match=rf"^gate: expected None for {kind}; raw gate inputs"):
                 make(system, backend, LAYERS[kind], gate=gate_of(rng, LAYER))
         with pytest.raises(ValueError, match=r"^gate: expected A_log and dt_bias of \(4, 6\) heads and channels, got"):
             make(system, backend, gate=gate_of(rng, Layer("kda", 4, 7, 5)))

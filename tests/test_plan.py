@@ -164,7 +164,7 @@ class TestShard:
         """Bitwise: a head's arithmetic does not depend on the other heads of its layer."""
         layer = LAYERS[kind]
         plan = plan_of(rng, layer, RANKS, window=3, map="lowrank", pivots=2)
-        gate = gate_of(rng, layer) if kind == "kda" else None
+        gate = gate_of(rng, layer) if layer.channel_decays else None
         tokens, start = tokens_of(rng, layer, 2, 8), states_of(rng, layer, 2)
         if gate is not None:
             tokens = tokens._replace(g=raw_of(rng, layer, 2, 8))

@@ -29,7 +29,12 @@ class TestLayer:
 
     @pytest.mark.parametrize(
         ("kind", "erases", "channels", "names"),
-        [("mamba2", False, 1, "qkvg"), ("gdn", True, 1, "qkvgb"), ("kda", True, 6, "qkvgb")],
+        [
+            ("mamba2", False, 1, "qkvg"),
+            ("gdn", True, 1, "qkvgb"),
+            ("kda", True, 6, "qkvgb"),
+            ("gla", False, 6, "qkvg"),
+        ],
     )
     def test_what_kinds_differ_in(self, kind, erases, channels, names):
         layer = LAYERS[kind]
@@ -38,7 +43,7 @@ class TestLayer:
         assert "".join(name[0] for name in shapes) == names
         assert shapes["q"] == shapes["k"] == (2, 6)
         assert shapes["v"] == (4, 5)
-        assert shapes["g"] == ((4, 6) if kind == "kda" else (4,))
+        assert shapes["g"] == ((4, 6) if channels == 6 else (4,))
 
     def test_value_heads_share_key_heads_in_blocks(self):
         layer = LAYERS["gdn"]
@@ -77,8 +82,8 @@ class TestLayer:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (("mamba1", 4, 6, 5), "kind: expected one of mamba2, gdn, kda, got 'mamba1'"),
-            ((None, 4, 6, 5), "kind: expected one of mamba2, gdn, kda, got None"),
+            (("mamba1", 4, 6, 5), "kind: expected one of mamba2, gdn, kda, gla, got 'mamba1'"),
+            ((None, 4, 6, 5), "kind: expected one of mamba2, gdn, kda, gla, got None"),
             (("gdn", 0, 6, 5), "heads: expected a positive integer, got 0"),
             (("gdn", 4, -6, 5), "key_dim: expected a positive integer, got -6"),
             (("gdn", 4, 6, 5.0), "value_dim: expected a positive integer, got 5.0"),

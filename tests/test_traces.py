@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sketchssm.calibrate.traces import TraceFileError, Traces
-from sketchssm.layer.recurrence import KINDS, Layer
+from sketchssm.calibrate.traces import SHIPPED, TraceFileError, Traces
+from sketchssm.layer.recurrence import KINDS, PROPERTIES, Layer
 from sketchssm.study.bench import random_tokens
 
-SHAPES = {"mamba2": Layer("mamba2", 4, 16, 8, 2), "gdn": Layer("gdn", 4, 16, 8, 2), "kda": Layer("kda", 2, 16, 8)}
+SHAPES = {kind: Layer(kind, 2 if own.channel_decays else 4, 16, 8, 2) for kind, own in PROPERTIES.items()}
 
 
 def trace_entries(kind, *, calib=3, test=1, tokens=40, grads=1, seed=0, layer=None):
@@ -44,11 +44,11 @@ def test_layer_is_inferred(kind, tmp_path):
     assert traces.layer == SHAPES[kind]
     assert traces.name == "layer3"
     assert traces.calib.v.shape == (3, 40, traces.layer.heads, 8)
-    assert (traces.calib.beta is None) == (kind == "mamba2")
+    assert (traces.calib.beta is None) == (not traces.layer.erases)
     assert all(x is None or x.dtype == np.float32 for x in (*traces.calib, *traces.test, traces.grad))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHIPPED)
 def test_shipped_traces(kind):
     traces = Traces.shipped(kind)
     assert traces.layer.kind == kind
@@ -76,7 +76,7 @@ def test_shipped_traces_are_small():
     from importlib import resources
 
     folder = resources.files("sketchssm") / "calibrate" / "data"
-    assert sum(len((folder / f"{kind}.npz").read_bytes()) for kind in KINDS) < 6e6
+    assert sum(len((folder / f"{kind}.npz").read_bytes()) for kind in SHIPPED) < 6e6
 
 
 def test_fit_and_score_parts_are_disjoint(tmp_path):
@@ -155,7 +155,7 @@ def hole(value):
         (changed("calib_q", lambda x: x > 0), "calib_q: expected floating-point numbers, got dtype bool"),
         (changed("test_v", lambda x: x[:0]), r"test_\w: expected"),
         (changed("calib_grad", lambda x: x[:, :0]), "calib_grad: expected shape"),
-        (lambda e: e.update(kind="rwkv"), "kind: expected one of mamba2, gdn, kda, got 'rwkv'"),
+        (lambda e: e.update(kind="rwkv"), "kind: expected one of mamba2, gdn, kda, gla, got 'rwkv'"),
         (lambda e: e.update(kind=["gdn"]), "kind: expected one string of at most 65536 characters"),
         (lambda e: e.update(kind=3), "kind: expected a string, got dtype int64"),
         (lambda e: e.update(provenance="x" * 65537), "provenance: expected one string of at most 65536 characters"),

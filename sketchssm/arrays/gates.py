@@ -44,7 +44,7 @@ def bounded_decay(rate_log: Array, x: Array, lower_bound: float) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class GateInput:
-    """Gate parameters of a kda layer, for a head that computes log-decays from raw activations.
+    """Gate parameters of a layer with a decay per channel, for a head that computes log-decays from raw activations.
 
     With `gate=`, pass the raw activation ``a`` of the layer to `step` instead of ``g``. The head computes
     ``g = -exp(A_log) * softplus(a + dt_bias)``, or with a `lower_bound`
@@ -111,11 +111,11 @@ class GateInput:
         Raises
         ------
         ValueError
-            If its kind is not kda, or heads or channels differ.
+            If its decay is not per channel, or heads or channels differ.
         """
         check_instance("layer", layer, Layer)
         if not layer.channel_decays:
-            raise ValueError(f"gate: expected None for {layer.kind}; only kda has raw gate inputs")
+            raise ValueError(f"gate: expected None for {layer.kind}; raw gate inputs have a decay per channel")
         want, have = (layer.heads, layer.key_dim), self.dt_bias.shape
         if have != want:
             raise ValueError(f"gate: expected A_log and dt_bias of {want} heads and channels, got {have}")

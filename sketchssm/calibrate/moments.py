@@ -28,7 +28,7 @@ class Moments:
 
     Parameters
     ----------
-    kind : Layer or {"mamba2", "gdn", "kda"}
+    kind : Layer or {"mamba2", "gdn", "kda", "gla"}
         The layer, or its kind; with a `Layer` leave out the four sizes.
     heads, key_dim, value_dim : int, optional
         Value heads, length K of a query or a key, and length V of a value or an output.
@@ -82,10 +82,10 @@ class Moments:
             Queries and keys, normalised and scaled.
         v : array, (batch, tokens, heads, V)
             Values.
-        g : array, (batch, tokens, heads) or, for kda, (batch, tokens, heads, K)
+        g : array, (batch, tokens, heads) or, for kda and gla, (batch, tokens, heads, K)
             Log-decays, <= 0.
         beta : array, (batch, tokens, heads), optional
-            Write gates; None for mamba2.
+            Write gates; None for mamba2 and gla.
         carry : Carry, optional
             Result of the previous call, to continue the same sequences. Default: new sequences, from zero states at
             the start of a window.

@@ -97,10 +97,10 @@ class RankScores:
             Queries and keys, normalised and scaled.
         v : array, (batch, tokens, heads, V)
             Values.
-        g : array, (batch, tokens, heads) or, for kda, (batch, tokens, heads, K)
+        g : array, (batch, tokens, heads) or, for kda and gla, (batch, tokens, heads, K)
             Log-decays, <= 0.
         beta : array, (batch, tokens, heads), optional
-            Write gates; None for mamba2.
+            Write gates; None for mamba2 and gla.
         grad : array, (batch, tokens, heads, V), optional
             Gradient of the loss with respect to the recurrence's output, on one scale for all layers and calls. Pass
             gradients at every call or at none.

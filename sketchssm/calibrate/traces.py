@@ -22,12 +22,15 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.layer.checks import check_gates, check_tokens, check_writes
-from sketchssm.layer.recurrence import KINDS, Layer, Tokens, check_choice, check_instance
+from sketchssm.layer.recurrence import PROPERTIES, Layer, Tokens, check_choice, check_instance
 from sketchssm.plans.files import write_whole
 
-__all__ = ["TraceFileError", "Traces", "named_errors"]
+__all__ = ["SHIPPED", "TraceFileError", "Traces", "named_errors"]
 
 Array = npt.NDArray[Any]
+
+SHIPPED = "mamba2", "gdn", "kda"
+"""Kinds of the traces that come with the package."""
 
 TEXT_LIMIT = 2**16
 """Most characters of a `kind` or a `provenance`."""
@@ -46,7 +49,7 @@ class Traces:
     layer : Layer
         Kind and shape.
     calib, test : Tokens
-        Float32 arrays ``(sequences, tokens, ...)``; `beta` is None for mamba2.
+        Float32 arrays ``(sequences, tokens, ...)``; `beta` is None if the kind does not erase.
     grad : ndarray of float32 or None
         Gradient of the loss with respect to the recurrence's output, ``(n, t, heads, V)``: for the first t tokens of
         the *last* n calibration sequences.
@@ -107,7 +110,7 @@ class Traces:
         path : str or PathLike
             An npz file with the entries ``{calib,test}_{q,k,v,g,beta}``, and optionally ``calib_grad``, ``kind`` and
             ``provenance``.
-        kind : {"mamba2", "gdn", "kda"}, optional
+        kind : {"mamba2", "gdn", "kda", "gla"}, optional
             Kind of the recurrence. Default: the ``kind`` entry of the file. Without that entry the shapes decide: no
             beta is mamba2, a log-decay per channel is kda, anything else gdn.
 
@@ -173,7 +176,7 @@ class Traces:
         ValueError
             If the kind is unknown.
         """
-        check_choice("kind", kind, KINDS)
+        check_choice("kind", kind, SHIPPED)
         with resources.as_file(resources.files("sketchssm") / "calibrate" / "data" / f"{kind}.npz") as path:
             return cls.load(path)
 
@@ -316,7 +319,8 @@ def _held_out(rows: int) -> int:
 def _infer_layer(headers: dict[str, _Header], kind: str | None) -> Layer:
     k, v, g = (headers[f"calib_{x}"].shape for x in "kvg")
     if kind is None:
-        kind = "mamba2" if "calib_beta" not in headers else "kda" if len(g) == 4 else "gdn"
+        facts = "calib_beta" in headers, len(g) == 4
+        kind = next(name for name, own in PROPERTIES.items() if own == facts)
     return Layer(kind, v[2], k[3], v[3], k[2])
 
 

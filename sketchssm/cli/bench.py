@@ -156,8 +156,8 @@ def command(
             for name, window in product(shapes or bench.SHAPES, windows)
         ]
     if raw_gate:
-        if not any(case.layer.kind == "kda" for case in cases):
-            raise click.UsageError("--raw-gate: has no effect without a layer of kda")
+        if not any(case.layer.channel_decays for case in cases):
+            raise click.UsageError("--raw-gate: has no effect without a decay per channel")
         cases = [case.with_raw_gate(seed) for case in cases]
     batches = batches or (ARRIVING if arrivals else BATCHES)[device]
     cases = [replace(case, batch=n, state_dtype=state_dtype) for case, n in product(cases, batches)]

@@ -53,9 +53,8 @@ def command(
 
     The reference backend is not timed.
     """
-    from sketchssm.calibrate.traces import Traces
+    from sketchssm.calibrate.traces import SHIPPED, Traces
     from sketchssm.cli.output import Output
-    from sketchssm.layer.recurrence import KINDS
     from sketchssm.study.evaluate import Study, evaluate, select, tables
     from sketchssm.study.plots import draw, picture_files
 
@@ -69,7 +68,7 @@ def command(
         "Each layer: bases from two sequences of real traces, ranks from a third, then a fourth is decoded.\n"
         f"Map {settings.map}, window {settings.window}. Kernels are compiled on first use."
     )
-    studies = [Study(Traces.shipped(kind), settings, ranks, MEAN_RANK, seed) for kind in KINDS]
+    studies = [Study(Traces.shipped(kind), settings, ranks, MEAN_RANK, seed) for kind in SHIPPED]
     sketches = [f"sketch/{settings.map.name}-{rank}" for rank in ranks]
     replaced = ["ablation/full-method", "ablation/random-basis", "ablation/allocation-*"]
     chosen = select(studies, ["exact", *sketches, *replaced])

@@ -26,7 +26,7 @@ __all__ = ["fold_block", "prepare_fold", "prepare_keys", "reflects"]
 
 @njit
 def prepare_keys(m: Record, at: Record, buf: Pointer, slot: int, key_head: int) -> None:
-    """Transpose the keys of a key head and compute their Gram matrix, for gdn; its value heads share both."""
+    """Transpose the keys of a key head and compute their Gram matrix if its value heads share both."""
     if not m.erases or m.channel_decays:
         return
     first = slot * m.k_stride + key_head * m.keys
@@ -50,14 +50,15 @@ def _across(m: Record, at: Record, buf: Pointer, rows: Pointer, first: int, stri
 def prepare_fold(m: Record, at: Record, buf: Pointer, slot: int, head: int, count: int) -> None:
     """Compute a head's decays over `count` tokens and the Gram matrix that `substitute` needs.
 
-    For a ring that is folded token by token, ``left`` gets kda's decayed keys, or gdn's decays in all channels.
+    For a ring that is folded token by token, ``left`` gets decayed keys, or a head's decays in all channels.
     """
     if reflects(m, slot, head, count):
         _prepare_turns(m, at, buf, slot, head, count)
         return
     if m.channel_decays:
         _prepare_channels(m, at, buf, slot, head, count)
-        _scale_gram(m, at, buf, slot, head, count)
+        if m.erases:
+            _scale_gram(m, at, buf, slot, head, count)
         return
     gates = slot * m.gate_stride + head
     forward, backward = np.float32(0.0), np.float32(0.0)
@@ -160,7 +161,8 @@ def _prepare_channels(m: Record, at: Record, buf: Pointer, slot: int, head: int,
             decay = decay * load(floats(m.gate), gates + s * m.gate_row + c)
             store(buf, at.left + s * m.keys + c, decay * load(floats(m.k), keys + s * m.key_row + c))
         store(buf, at.decay + c, decay)
-    _across(m, at, buf, buf, at.left, m.keys)
+    if m.erases:
+        _across(m, at, buf, buf, at.left, m.keys)
     for s in range(count):
         left = at.left + s * m.keys
         for c in range(0, m.keys, LANES):

@@ -8,7 +8,7 @@ part    array    shape                     contents
 state   state    (heads, V, K)             state as of the last flush, in the head's ``state_dtype``
 keys    k        (W, key_heads, K)         ring: keys
 values  v        (W, heads, V)             ring: values
-gates   gate     (W, heads)                ring: log-decays g; for kda ``exp g``, with K channels
+gates   gate     (W, heads)                ring: log-decays g; with a decay per channel ``exp g``, K of them
 gates   start    (W, heads)                ``D_{1:s}``, for scalar gates
 gates   reach    (heads, W)                ``D_{s+1:t}`` up to the newest token t, for scalar gates
 betas   beta     (W, heads)                ring: write gates
@@ -20,7 +20,7 @@ cursor  cursor   ()                        cursor word
 
 All arrays but packed sketches, 16-bit states and cursors hold float32. K, V and, in keys, reach and gram, W are padded
 to whole vectors. A flush uses the raw inputs only: k, v, beta and gate. Reads reuse start, reach and gram from token
-to token. The gate of kda is kept as ``exp g`` because the recurrence uses no other form and exponentials are costly.
+to token. A decay per channel is kept as ``exp g``: the recurrence uses no other form, and exponentials are costly.
 
 Tokens come before heads, so that a step reads and writes long contiguous runs. One core reads runs of less than 16 KiB
 at a third of the bandwidth of long runs. If a head has several numbers per token, the distance between two tokens is

@@ -145,7 +145,7 @@ def _fetch(m: Record, slot: int, head: int, cursor: int) -> None:
 
 @njit
 def _see(m: Record, at: Record, buf: Pointer, slot: int, head: int, spot: int) -> None:
-    """Multiply the stored rows of a head's map by the decayed query and, except for mamba2, by the newest key.
+    """Multiply the stored rows of a head's map by the decayed query and, if the layer erases, by the newest key.
 
     For maps in factors, the results are ``Pi^T x`` of both vectors, then ``(B - Pi Diag(w) L)^T x`` of both.
     """

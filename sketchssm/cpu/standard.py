@@ -202,7 +202,7 @@ def _take(m: Record, at: Record, buf: Pointer, place: int, head: int) -> None:
 
 @njit
 def _write(m: Record, at: Record, buf: Pointer, place: int, state: Pointer, first: int) -> None:
-    """Decay, write and read row by row, for mamba2."""
+    """Decay, write and read row by row, without erasing."""
     for v in range(m.value_dim):
         row = first + v * m.keys
         value = splat(floats(m.in_v)[place * m.value_dim + v])

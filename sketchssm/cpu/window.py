@@ -62,8 +62,8 @@ def weigh(
 ) -> None:
     """Compute the buffer weights of the newest queries of some key heads, in ``weights``.
 
-    The newest token is number `cursor` of the ring. For kda, ``x`` then holds ``D_{1:t} q`` and ``D_{1:t} k_t`` of
-    every head.
+    The newest token is number `cursor` of the ring. With a decay per channel, ``x`` then holds ``D_{1:t} q`` of every
+    head and, if the layer erases, ``D_{1:t} k_t``.
     """
     if m.channel_decays:
         _channel_scores(m, at, buf, slot, cursor, first * m.group, last * m.group)
@@ -104,7 +104,7 @@ def _scalar_scores(
         for i in range(0, cursor + 1, LANES):
             carried = load(reaches, own + i)
             store(buf, weights + head * m.tokens + i, carried * load(buf, scores + i))
-            if m.erases and not m.channel_decays:
+            if m.erases:
                 product = carried * load(buf, scores + m.tokens + i)
                 store(floats(m.gram), products + head * m.tokens + i, product)
 
@@ -121,7 +121,7 @@ def carry_decays(m: Record, reaches: Pointer, own: int, cursor: int, decay: floa
 @njit
 def _channel_scores(m: Record, at: Record, buf: Pointer, slot: int, cursor: int, first: int, last: int) -> None:
     """Compute scores for per-channel decay: queries and newest keys decay backwards through the ring."""
-    size = 2 * m.keys
+    size, weights = 2 * m.keys, at.open if m.erases else at.weights
     for head in range(first, last):
         copy(buf, at.x + head * size, buf, at.inputs + head // m.group * size, size)
     newest = slot * m.gram_stride + cursor * m.gram_row
@@ -137,8 +137,9 @@ def _channel_scores(m: Record, at: Record, buf: Pointer, slot: int, cursor: int,
                 score, product = fma(key, query, score), fma(key, newest_key, product)
                 store(buf, x + c, gate * query)
                 store(buf, x + m.keys + c, gate * newest_key)
-            buf[at.open + head * m.tokens + s] = total(score)
-            floats(m.gram)[newest + head * m.tokens + s] = total(product)
+            buf[weights + head * m.tokens + s] = total(score)
+            if m.erases:
+                floats(m.gram)[newest + head * m.tokens + s] = total(product)
 
 
 @njit
@@ -164,6 +165,8 @@ def effective_query(m: Record, at: Record, buf: Pointer, slot: int, head: int, c
     keys = slot * m.k_stride + head // m.group * m.keys
     if m.channel_decays:
         gates, x = slot * m.gate_stride + head * m.keys, at.x + 2 * head * m.keys
+        if not m.erases:
+            return x
         for c in range(0, m.keys, LANES):
             decay, query = splat(np.float32(1.0)), load(buf, x + c)
             for j in range(cursor + 1):
@@ -177,7 +180,7 @@ def effective_query(m: Record, at: Record, buf: Pointer, slot: int, head: int, c
     scale = splat(floats(m.start)[starts + cursor * m.heads])
     for c in range(0, m.keys, LANES):
         store(buf, at.x + c, scale * load(buf, query + c))
-    if m.erases and not m.channel_decays:
+    if m.erases:
         for j in range(cursor + 1):
             weight = buf[at.weights + head * m.tokens + j]
             buf[at.walk + j] = -weight * floats(m.start)[starts + j * m.heads]

@@ -16,7 +16,8 @@ KEY_DIMS, VALUE_DIMS, WINDOWS = (64, 128), (64, 80, 96, 128), (4, 8, 16, 32)
 MAX_GROUP = 16
 MAX_SUBSPACE_RANK = 16
 SUPPORTED = (
-    f"key_dim {KEY_DIMS}, value_dim {VALUE_DIMS}, 1 to {MAX_GROUP} value heads a key head, window {WINDOWS}, "
+    f"kinds mamba2, gdn and kda, key_dim {KEY_DIMS}, value_dim {VALUE_DIMS}, "
+    f"1 to {MAX_GROUP} value heads a key head, window {WINDOWS}, "
     f"up to {KERNEL_PIVOTS} pivots"
 )
 
@@ -27,6 +28,8 @@ def _refuse(name: str, value: Any) -> None:
 
 def check_layer(layer: Layer) -> None:
     """Refuse a layer that the kernels do not support."""
+    if layer.channel_decays and not layer.erases:
+        _refuse("kind", layer.kind)
     if layer.key_dim not in KEY_DIMS:
         _refuse("key_dim", layer.key_dim)
     if layer.value_dim not in VALUE_DIMS:

@@ -162,10 +162,10 @@ class DecodeHead:
             Queries and keys, normalised and scaled.
         v : array, (batch, [tokens,] heads, V)
             Values (for mamba2 with dt folded in).
-        g : array, (batch, [tokens,] heads) or, for kda, (batch, [tokens,] heads, K)
+        g : array, (batch, [tokens,] heads) or, for kda and gla, (batch, [tokens,] heads, K)
             Log-decays, <= 0; -inf clears the state. For a head with a `GateInput`: raw gate inputs, any numbers.
         beta : array, (batch, [tokens,] heads), optional
-            Write gates; None for mamba2.
+            Write gates; None for mamba2 and gla.
         slots : array of int, (batch,), optional
             State slot of each row, each at most once; `pad_slot` (by default -1) is padding. Default: row i uses
             slot i.

@@ -36,7 +36,7 @@ class SketchHead(ExactHead):
         stores float64 instead of "float32" and "bfloat16", and rounds to codes as the other backends do. Default: the
         plan's.
     gate : GateInput, optional
-        For kda: the argument g of `step` is then the layer's raw gate input, and the head computes log-decays.
+        For kda and gla: the argument g of `step` is then the layer's raw gate input, and the head computes log-decays.
     activation_dtype : {"bfloat16", "float16", "float32"}, optional
         ``cuda`` only, an error elsewhere: type of q, k and v in the kernels and in the ring; arrays of another type
         are converted. Default: the narrowest type that holds q, k and v of the first call (or the type that `warmup`

@@ -1,11 +1,11 @@
 """Kind and shape of one recurrent layer, and the bounds of its windows.
 
-The three kinds differ in this one place. With ``S`` of shape ``(K, V)``, one token does
+The kinds differ in this one place. With ``S`` of shape ``(K, V)``, one token does
 
     S_t = M_t S_{t-1} + beta_t k_t v_t^T,    o_t = S_t^T q_t,    M_t = (I - beta_t k_t k_t^T) Diag(exp g_t)
 
-(equations *update* and *read* of the paper). ``mamba2`` erases nothing: ``M_t = exp(g_t) I`` and
-``beta_t = 1``.
+(equations *update* and *read* of the paper). A kind is two facts: whether it erases (else ``M_t = Diag(exp g_t)`` and
+``beta_t = 1``), and whether ``g_t`` has a number for each key channel or one for the head.
 """
 
 from __future__ import annotations
@@ -39,8 +39,13 @@ class Kind(NamedTuple):
     channel_decays: bool
 
 
-PROPERTIES = {"mamba2": Kind(False, False), "gdn": Kind(True, False), "kda": Kind(True, True)}
-"""Kinds by name."""
+PROPERTIES = {
+    "mamba2": Kind(erases=False, channel_decays=False),
+    "gdn": Kind(erases=True, channel_decays=False),
+    "kda": Kind(erases=True, channel_decays=True),
+    "gla": Kind(erases=False, channel_decays=True),
+}
+"""Kinds by name. A new kind is an entry here: nothing else compares names."""
 
 KINDS = tuple(PROPERTIES)
 
@@ -69,10 +74,10 @@ class Tokens(NamedTuple):
         Queries and keys, normalised and scaled.
     v : array, (..., heads, V)
         Values (for mamba2 with dt folded in).
-    g : array, (..., heads) or, for kda, (..., heads, K)
+    g : array, (..., heads) or, for kda and gla, (..., heads, K)
         Log-decays, <= 0.
     beta : array, (..., heads), or None
-        Write gates; None for mamba2.
+        Write gates; None for mamba2 and gla.
     """
 
     q: Any
@@ -103,7 +108,7 @@ class Layer:
 
     Parameters
     ----------
-    kind : {"mamba2", "gdn", "kda"}
+    kind : {"mamba2", "gdn", "kda", "gla"}
         Which recurrence the layer runs.
     heads : int
         Value heads; each owns a state of shape ``(value_dim, key_dim)``.
@@ -148,12 +153,12 @@ class Layer:
 
     @property
     def erases(self) -> bool:
-        """Whether a token erases along its key before it writes (the delta rule: gdn and kda)."""
+        """Whether a token erases along its key before it writes (the delta rule: gdn and kda; not mamba2 and gla)."""
         return PROPERTIES[self.kind].erases
 
     @property
     def channel_decays(self) -> bool:
-        """Whether every key channel of a head has a decay of its own (kda); else one gate decays the whole state."""
+        """Whether every key channel of a head has a decay of its own (kda and gla), or one gate decays the state."""
         return PROPERTIES[self.kind].channel_decays
 
     @property

@@ -185,7 +185,7 @@ def sketch_read(
 
     Parameters
     ----------
-    kind : {"mamba2", "gdn", "kda"}
+    kind : {"mamba2", "gdn", "kda", "gla"}
         Which recurrence.
     key_dim, value_dim : int
         K and V.
@@ -243,7 +243,7 @@ def sketch(
 
     Parameters
     ----------
-    kind : {"mamba2", "gdn", "kda"}
+    kind : {"mamba2", "gdn", "kda", "gla"}
         Which recurrence.
     key_dim, value_dim : int
         K and V.
@@ -291,7 +291,7 @@ def reduction(
 
     Parameters
     ----------
-    kind : {"mamba2", "gdn", "kda"}
+    kind : {"mamba2", "gdn", "kda", "gla"}
         Which recurrence.
     key_dim, value_dim : int
         K and V.

@@ -22,8 +22,8 @@ Array = npt.NDArray[np.floating[Any]]
 def transition(k: Array, g: Array, beta: Array | None) -> Array:
     """One token's transition ``M = (I - beta k k^T) Diag(exp g)`` as a matrix ``(..., K, K)``.
 
-    `k (..., K)`, `g (..., 1)` or, one decay per channel, ``(..., K)``, `beta (...)`, or None for mamba2, which erases
-    nothing.
+    `k (..., K)`, `g (..., 1)` or, one decay per channel, ``(..., K)``, `beta (...)`, or None if nothing is
+    erased.
     """
     eye = np.eye(k.shape[-1])
     erase = eye if beta is None else eye - beta[..., None, None] * k[..., :, None] * k[..., None, :]
@@ -34,7 +34,7 @@ def step(state: Array, q: Array, k: Array, v: Array, g: Array, beta: Array | Non
     """Advance a state ``(..., K, V)`` by one token and read it (equations *update* and *read*).
 
     Returns the new state and the output ``S^T q``, ``(..., V)``. Shapes of the token: `q, k (..., K)`, `v (..., V)`,
-    `g (..., 1)` or ``(..., K)``, `beta (...)`, None for mamba2.
+    `g (..., 1)` or ``(..., K)``, `beta (...)` or None.
     """
     state = np.exp(g)[..., None] * state
     write = v

@@ -39,7 +39,7 @@ __all__ = [
 class Ring(NamedTuple):
     """Raw inputs of the tokens buffered since the last flush, in token order.
 
-    ``k (..., t, K)``, ``v (..., t, V)``, ``g (..., t, 1 or K)``, ``beta (..., t)`` or None for mamba2.
+    ``k (..., t, K)``, ``v (..., t, V)``, ``g (..., t, 1 or K)``, ``beta (..., t)`` or None without erasing.
     """
 
     k: Array

@@ -102,13 +102,13 @@ class KeyMoments:
     Raises
     ------
     ValueError
-        For mamba2 and kda: the source reduces DeltaNet and Gated DeltaNet. Folding needs one decay for all channels,
-        which kda does not have, and unit keys, which mamba2 does not have. `ChannelScores` prunes both kinds.
+        For other kinds than gdn: the source reduces DeltaNet and Gated DeltaNet. Folding needs one
+        decay for all channels, and unit keys. `ChannelScores` prunes the other kinds.
     """
 
     def __init__(self, layer: Layer) -> None:
         check_instance("layer", layer, Layer)
-        if layer.kind != "gdn":
+        if not layer.erases or layer.channel_decays:
             raise ValueError(f"layer: DRRQR reduces the keys of gdn, got {layer.kind}; ChannelScores prunes its state")
         self.layer = layer
         shape = (layer.key_heads, layer.key_dim, layer.key_dim)

@@ -31,7 +31,7 @@ class ChannelScores:
     Parameters
     ----------
     layer : Layer
-        Kind and shape, of kind mamba2 or kda.
+        Kind and shape, of any kind but gdn.
 
     Attributes
     ----------
@@ -51,8 +51,8 @@ class ChannelScores:
 
     def __init__(self, layer: Layer) -> None:
         check_instance("layer", layer, Layer)
-        if layer.kind == "gdn":
-            raise ValueError("layer: GHOST prunes mamba2 and kda, got gdn; KeyMoments reduces its keys instead")
+        if layer.erases and not layer.channel_decays:
+            raise ValueError(f"layer: GHOST prunes other kinds than {layer.kind}; KeyMoments reduces its keys instead")
         self.layer = layer
         self.energy: Array = np.zeros((layer.key_heads, layer.key_dim))
         self.tokens = 0
@@ -66,10 +66,10 @@ class ChannelScores:
             Queries and keys, normalised and scaled.
         v : array, (batch, tokens, heads, V)
             Values.
-        g : array, (batch, tokens, heads) or, for kda, (batch, tokens, heads, K)
+        g : array, (batch, tokens, heads) or, for kda and gla, (batch, tokens, heads, K)
             Log-decays, <= 0.
         beta : array, (batch, tokens, heads), optional
-            Write gates; None for mamba2.
+            Write gates; None for mamba2 and gla.
         state : array_like, (batch, heads, V, K), optional
             States at the start of the sequences, such as those that the previous call returned; default zeros.
 
@@ -156,7 +156,7 @@ class PrunedHead(ReducedHead):
     Parameters
     ----------
     layer : Layer
-        Kind and shape, of kind mamba2 or kda.
+        Kind and shape, of any kind but gdn.
     keep : array_like of bool, (key_heads, K)
         True for kept channels, from `ChannelScores.keep`.
     num_slots : int

@@ -74,8 +74,8 @@ class Case:
         return [cls(name, plan.layer, 1, plan.window, [plan]) for name, plan in load_plans(path).items()]
 
     def with_raw_gate(self, seed: int = 0) -> Case:
-        """Return the case with raw gate inputs if its layer is kda, else the case itself."""
-        if self.layer.kind != "kda":
+        """Return the case with raw gate inputs if its decay is per channel, else the case itself."""
+        if not self.layer.channel_decays:
             return self
         return replace(self, shape=f"{self.shape}, raw gate", gate=random_gate(self.layer, seed))
 

@@ -67,7 +67,7 @@ def spread_ranks(heads: int, mean: int, limit: int) -> npt.NDArray[np.int64]:
 
 
 def random_gate(layer: Layer, seed: int = 0) -> GateInput:
-    """Draw the gate of a kda layer with the distributions that initialise such layers.
+    """Draw the gate of a layer of kda or gla with the distributions that initialise such layers.
 
     Rates are 1 to 16; a raw input of 0 gives a step of 0.001 to 0.1.
     """

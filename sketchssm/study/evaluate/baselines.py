@@ -48,7 +48,7 @@ def pruned_systems(
     layer: Layer, tokens: Tokens, window: int = 16, *, sparsities: Sequence[float] = SPARSITIES
 ) -> list[System]:
     """List states without a share of the key channels, by the scores of GHOST; none for gdn."""
-    if layer.kind == "gdn":
+    if layer.erases and not layer.channel_decays:
         return []
     scores = ChannelScores(layer)
     scores.update(*tokens)
@@ -63,7 +63,7 @@ def key_reduced_systems(
     layer: Layer, tokens: Tokens, window: int = 16, *, sparsities: Sequence[float] = SPARSITIES
 ) -> list[System]:
     """List recurrences without a share of the key channels, picked by DRRQR; only for gdn."""
-    if layer.kind != "gdn":
+    if not layer.erases or layer.channel_decays:
         return []
     moments = KeyMoments(layer)
     moments.update(*tokens)
