@@ -241,17 +241,17 @@ def test_distances_need_tasks(lm, capsys):
 
 
 def test_pictures_come_from_files(lm, tmp_path):
-    """Files of one kind share a column; notes distinguish systems of the same name, and no system appears twice."""
+    """Files of one model share a column; notes distinguish systems of the same name, and no system appears twice."""
     pytest.importorskip("matplotlib")
     numbers = {"perplexity": 9.0, "increase_error": 0.1, "recall": 0.5, "divergence": 0.1, "divergence_error": 0.01}
     for file, kind, reductions in (("a", "gdn", (1.0, 2.0)), ("b", "gdn", (1.0, 3.0)), ("c", "kda", (1.0,))):
         systems = [{"name": f"{x:g}", "family": "other" if x > 1 else "exact", "reduction": x} for x in reductions]
-        report = {"kind": kind, "recall_without_states": 0.5, "systems": [x | numbers for x in systems]}
+        report = {"model": f"my-{kind}", "recall_without_states": 0.5, "systems": [x | numbers for x in systems]}
         (tmp_path / f"{file}.json").write_text(json.dumps(report))
     files = [f"{tmp_path}/a.json", f"{tmp_path}/b.json:noted", f"{tmp_path}/c.json", f"{tmp_path}/c.json"]
     gdn, kda = lm["figure"].load(files)
     assert [(x.family, x.name) for x in gdn.results] == [("exact", "1"), ("other", "2"), ("other:noted", "3")]
-    assert (kda.kind, len(kda.results)) == ("kda", 1)
+    assert (gdn.model, kda.model, len(kda.results)) == ("my-gdn", "my-kda", 1)
     texts = []
     for name in ("one.svg", "two.svg"):
         lm["figure"].main([*files, "--out", str(tmp_path / name)])

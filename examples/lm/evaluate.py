@@ -314,7 +314,7 @@ def arguments(given=None):
     add("--batch", type=int, default=16, help="prompts that decode at once")
     add("--seed", type=int, default=0)
     add("--commit", help="for the report, where this is no clone")
-    add("--out", type=Path, help="folder for lm-KIND.json and lm-KIND.png")
+    add("--out", type=Path, help="folder for lm-MODEL.json and lm-MODEL.png")
     options = parser.parse_args(given)
     if options.distance and not options.tasks:
         parser.error("--distance: has no effect without --tasks")
@@ -327,7 +327,7 @@ def main(given=None):
     output, revision = Output(None), options.commit or commit()
     torch.backends.cudnn.allow_tf32 = False  # of convolutions; products have float32 by default
     model = HybridLM.load(options.model).to(options.device)
-    kind = model.layer.kind
+    kind, name = model.layer.kind, options.model.stem
     calib, test = (np.load(options.tokens / f"{part}.npy") for part in ("calib", "test"))
     rng = np.random.default_rng(options.seed)
     text = text_rows(test, options.rows, options.length, rng)
@@ -359,12 +359,13 @@ def main(given=None):
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
                 "devices": devices([x.backend for x in results], model),
                 "command": command("evaluate.py", options),
+                "model": name,
                 "kind": kind,
                 "systems": [asdict(x) for x in results],
                 "recall_without_states": without,
                 "tasks_without_states": wiped,
             }
-            Output(str(options.out / f"lm-{kind}.json")).finish(report)
+            Output(str(options.out / f"lm-{name}.json")).finish(report)
 
     with output.progress("", len(systems) + 1 + len(tasks)) as step:
         settings = {"decoded": options.decoded, "batch": options.batch, "backend": options.backend}
@@ -372,8 +373,8 @@ def main(given=None):
     show(output, kind, *found)
     save(*found)
     if options.out is not None:
-        results, without, _ = found
-        output.say(f"written: {draw([Comparison(kind, results, without)], options.out / f'lm-{kind}.png')}")
+        picture = draw([Comparison(name, *found[:2])], options.out / f"lm-{name}.png")
+        output.say(f"written: {picture}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python examples/lm/figure.py lm-gdn.json lm-gdn-read-only.json "lm-gdn-uniform.json:uniform ranks" --out lm.svg
     python examples/lm/figure.py lm-gdn-copies.json --upper divergence --out lm-copies.svg
 
-Files of one kind share a column. The text after a file's colon is a note; lines of files with notes are dashed or
+Files of one model share a column. The text after a file's colon is a note; lines of files with notes are dashed or
 dotted.
 """
 
@@ -38,15 +38,15 @@ class Comparison:
 
     Attributes
     ----------
-    kind : str
-        The model's kind of recurrence.
+    model : str
+        Name of the model.
     results : list of Result
         Results of the systems; each family is one line. The first is standard decode.
     without : float
         Recall with the states wiped.
     """
 
-    kind: str
+    model: str
     results: list
     without: float
 
@@ -89,7 +89,7 @@ def draw(comparisons, path, upper_row="perplexity"):
                 upper.set_yscale("log")
             else:
                 upper.set_yscale("symlog", linthresh=FLOOR)
-            upper.set(title=comparison.kind)
+            upper.set(title=comparison.model)
             lower.axhline(100 * comparison.without, color="#777777", linewidth=0.8, label="states wiped after prefill")
             lower.set(xlabel="traffic, times less than standard", xlim=(0, 1.04 * most), ylim=(-3, 103))
         if diverges:
@@ -106,12 +106,13 @@ def draw(comparisons, path, upper_row="perplexity"):
 
 
 def load(names):
-    """Read result files, each with an optional note after a colon, into one comparison per kind."""
+    """Read result files, each with an optional note after a colon, into one comparison per model."""
     found = {}
     for name in names:
         file, _, note = str(name).partition(":")
         report = json.loads(Path(file).read_text())
-        kept = found.setdefault(report["kind"], Comparison(report["kind"], [], report["recall_without_states"]))
+        model = report.get("model") or report["kind"]  # older files have only the kind
+        kept = found.setdefault(model, Comparison(model, [], report["recall_without_states"]))
         for system in (SimpleNamespace(**fields) for fields in report["systems"]):
             if note:
                 system.family += f":{note}"

@@ -131,7 +131,7 @@ def arguments(given=None):
     add("--device", default="cpu", help="PyTorch's name of the model's device")
     add("--seed", type=int, default=0)
     add("--commit", help="for the report, where this is no clone")
-    add("--out", type=Path, help="folder for stress-KIND.json")
+    add("--out", type=Path, help="folder for stress-MODEL.json")
     return parser.parse_args(given)
 
 
@@ -173,14 +173,14 @@ def main(given=None):
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "devices": devices([x["backend"] for x in found], model),
         "command": command("stress.py", options),
-        "kind": model.layer.kind,
+        "model": options.model.stem,
         "characters a token": density,
         "systems": found,
     }
 
     def save():
         if options.out is not None:
-            Output(str(options.out / f"stress-{model.layer.kind}.json")).finish(report)
+            Output(str(options.out / f"stress-{options.model.stem}.json")).finish(report)
 
     for text, rows in texts.items():
         base = None
