@@ -33,7 +33,7 @@ import numpy as np
 from sketchssm import Moments, SketchHead, SketchPlan, fit_basis
 from sketchssm.arrays.interop import to_host
 from sketchssm.calibrate.traces import Traces
-from sketchssm.calibrate.windows import host_tokens, walk
+from sketchssm.calibrate.windows import host_tokens
 from sketchssm.heads.registry import BACKENDS
 from sketchssm.layer.checks import UnsupportedError
 from sketchssm.layer.coefficients import CoefficientMap
@@ -42,6 +42,7 @@ from sketchssm.layer.recurrence import Tokens
 from sketchssm.reference import maps, quantise
 from sketchssm.reference.codes import sketched_read, split_form, stored
 from sketchssm.reference.recurrence import run
+from sketchssm.reference.walk import walk
 from sketchssm.study.baselines import CopyReadHead
 from sketchssm.study.baselines.quantised import COPY
 from sketchssm.study.bench.device import device_name
@@ -68,7 +69,7 @@ def whole_windows(tokens):
 def collect_windows(layer, tokens):
     """States ``(n, heads, K, V)`` at window starts, and the queries ``(n, heads, W - 1, K)`` that read them."""
     found = []
-    walk(layer, host_tokens(layer, *tokens), WINDOW, None, found.append)
+    walk(layer, host_tokens(layer, *tokens), WINDOW, found.append)
     return [np.concatenate(parts) for parts in ([r.state for r in found], [r.queries for r in found])]
 
 

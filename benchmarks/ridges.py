@@ -23,11 +23,12 @@ import numpy as np
 
 from sketchssm import Moments, SketchHead, SketchPlan, fit_basis
 from sketchssm.calibrate.traces import Traces
-from sketchssm.calibrate.windows import host_tokens, walk
+from sketchssm.calibrate.windows import host_tokens
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.recurrence import KINDS, Layer, Tokens
 from sketchssm.reference import maps
 from sketchssm.reference.recurrence import run
+from sketchssm.reference.walk import walk
 from sketchssm.study.evaluate.measure import rounded
 
 HERE = Path(__file__).parent
@@ -125,7 +126,7 @@ def collect_windows(layer, tokens):
     whole = tokens.v.shape[1] // WINDOW * WINDOW
     found = []
     part = Tokens(*(None if x is None else x[:, :whole] for x in tokens))
-    walk(layer, host_tokens(layer, *part), WINDOW, None, found.append)
+    walk(layer, host_tokens(layer, *part), WINDOW, found.append)
     return [np.concatenate(parts) for parts in ([r.state for r in found], [r.queries for r in found])]
 
 

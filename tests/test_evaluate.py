@@ -11,7 +11,7 @@ from sketchssm.calibrate.allocation import allocate_ranks
 from sketchssm.calibrate.plans import Settings, calibrate
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.calibrate.traces import SHIPPED, Traces
-from sketchssm.calibrate.windows import host_tokens, walk
+from sketchssm.calibrate.windows import host_tokens
 from sketchssm.heads.standard import StandardHead
 from sketchssm.layer.coefficients import MAPS, RIDGE_FLOOR
 from sketchssm.layer.recurrence import FULL_STATE, KINDS, Tokens
@@ -19,6 +19,7 @@ from sketchssm.plans import traffic
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference import maps
+from sketchssm.reference.walk import walk
 from sketchssm.study.evaluate import Entry, Study, entries, measure
 from sketchssm.study.systems import System, exact_systems, sketch_system
 
@@ -60,7 +61,7 @@ def energies(plan, tokens, coefficient_map=maps.coefficient_map):
                 sketch = states.swapaxes(-1, -2) @ basis
                 lost[head] += np.square(right - queries @ (sketch @ coefficients).swapaxes(-1, -2)).sum()
 
-    walk(plan.layer, host_tokens(plan.layer, *tokens), plan.window, None, add)
+    walk(plan.layer, host_tokens(plan.layer, *tokens), plan.window, add)
     return energy, lost
 
 

@@ -10,12 +10,13 @@ from test_traces import trace_entries, write_traces
 
 from sketchssm.calibrate.plans import Settings
 from sketchssm.calibrate.traces import Traces
-from sketchssm.calibrate.windows import host_tokens, walk
+from sketchssm.calibrate.windows import host_tokens
 from sketchssm.layer.coefficients import MAPS, CoefficientMap
 from sketchssm.layer.recurrence import KINDS
 from sketchssm.plans.files import source_digest
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference.recurrence import run
+from sketchssm.reference.walk import walk
 from sketchssm.study.evaluate import Study, entries, evaluate, measure, select
 from sketchssm.study.evaluate.measure import rounded
 from sketchssm.study.evaluate.registry import FAMILIES, FULL_METHOD
@@ -159,7 +160,7 @@ def test_read_energy(tmp_path):
     study = study_of(tmp_path)
     by_window = []
     tokens = host_tokens(study.traces.layer, *study.traces.test)
-    walk(study.traces.layer, tokens, WINDOW, None, lambda reads: by_window.append(reads.queries @ reads.state))
+    walk(study.traces.layer, tokens, WINDOW, lambda reads: by_window.append(reads.queries @ reads.state))
     by_head = np.square(by_window).sum(axis=(0, 1, 3, 4))
     # sums of float64 in another order
     np.testing.assert_allclose(study.read_energy(WINDOW).sum(axis=0), by_head, rtol=1e-9)

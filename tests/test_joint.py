@@ -7,7 +7,7 @@ import pytest
 from samples import tokens_of
 
 import sketchssm as ss
-from sketchssm.calibrate.windows import host_tokens, walk
+from sketchssm.calibrate.windows import host_tokens
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import Layer
@@ -15,6 +15,7 @@ from sketchssm.plans import traffic
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.plan import total_reduction
 from sketchssm.reference.residual import residual_read
+from sketchssm.reference.walk import walk
 
 LAYERS = {
     "mamba2": Layer("mamba2", 3, 24, 16),
@@ -75,10 +76,10 @@ def test_scores_are_errors_of_what_the_reference_reads(kind, form):
             want["error"][head, at] += np.square(delta).sum()
             share = np.square(served.T - state).sum() / np.square(state).sum()
             want["isotropic"][head, at] += len(x) * share
-            slope = grad[reads.rows, reads.tokens][row, :, head]
+            slope = grad[:, reads.tokens][row, :, head]
             want["paired"][head, at] += np.square((slope * delta).sum(-1)).sum()
 
-    walk(layer, host_tokens(layer, *tokens), 8, None, visit)
+    walk(layer, host_tokens(layer, *tokens), 8, visit)
     assert np.array_equal(scores.samples, count)
     assert scores.energy == pytest.approx(energy)
     chosen = scores.retained(np.full(layer.heads, 4), np.full(layer.heads, 3))

@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from samples import LAYERS, at, parts_of, relative, tokens_of
 
 import sketchssm as ss
+from sketchssm.calibrate import windows
+from sketchssm.calibrate.chunks import advance
 from sketchssm.calibrate.moments import FORMAT
-from sketchssm.calibrate.windows import Carry, walk
+from sketchssm.calibrate.windows import Carry
 from sketchssm.layer.recurrence import KINDS
 from sketchssm.plans.files import FileFormatError, save_file
 from sketchssm.reference.recurrence import per_head, run
-from sketchssm.reference.window import Ring, effective_query, fold
+from sketchssm.reference.window import Ring, effective_query
 
 W = 5  # short windows keep the brute force cheap; nothing depends on 16
 SUMS = ("state_gram", "query_gram")
@@ -108,7 +110,7 @@ def test_groups_of_rows_give_the_same_sums(monkeypatch):
     tokens = make_traces(layer, 5, 17, 1)
     whole, grouped = moments_of(layer), moments_of(layer)
     carry = whole.update(*tokens)
-    monkeypatch.setattr("sketchssm.calibrate.windows.BLOCK_BYTES", 1)
+    monkeypatch.setattr("sketchssm.calibrate.windows.HOST_BYTES", 1)
     again = grouped.update(*tokens)
     close(grouped, whole)
     assert np.array_equal(again.state, carry.state)
@@ -121,9 +123,10 @@ def test_groups_of_rows_bound_the_memory(kind, window, largest, monkeypatch):
     layer = LAYERS[kind]
     tokens = make_traces(layer, 5, 2 * window, 1)
     seen = []
-    monkeypatch.setattr("sketchssm.calibrate.windows.BLOCK_BYTES", 2 * 8 * layer.heads * largest)
-    walk(layer, tokens, window, None, lambda reads: seen.append(reads.queries.shape[0]))
-    assert seen == [2, 2, 1]
+    monkeypatch.setattr(windows, "HOST_BYTES", 2 * 8 * layer.heads * largest)
+    monkeypatch.setattr(ss.Moments, "_add", lambda self, space, reads, *rest: seen.append(reads.queries.shape[:3]))
+    ss.Moments(layer, window=window).update(*tokens)
+    assert seen == [(2, layer.heads, 1), (2, layer.heads, 1), (1, layer.heads, 1)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -259,12 +262,13 @@ def test_an_interrupted_update_adds_nothing(made, monkeypatch):
     before = copy.deepcopy(vars(owner))
 
     def interrupted(*inputs):
-        calls.append(fold(*inputs))
+        calls.append(advance(*inputs))
         if len(calls) == 3:
             raise KeyboardInterrupt
         return calls[-1]
 
-    monkeypatch.setattr("sketchssm.calibrate.windows.fold", interrupted)
+    monkeypatch.setattr(windows, "advance", interrupted)
+    monkeypatch.setattr(windows, "HOST_BYTES", 1)
     with pytest.raises(KeyboardInterrupt):
         owner.update(*make_traces(owner.layer, 2, 4 * W, 9))
     np.testing.assert_equal(vars(owner), before)
@@ -313,3 +317,47 @@ class TestLayerArgument:
     def test_a_kind_needs_sizes(self, sizes, missing):
         with pytest.raises(ValueError, match=f"^{missing}: expected a positive integer, got None"):
             ss.Moments("gdn", *sizes)
+
+
+@pytest.mark.parametrize("harsh", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32_tokens(kind, harsh):
+    """Products in float32, sums in float64: a basis of the same subspace as float64's."""
+    layer = ss.Layer(kind, 4, 32, 24, 2)
+    wide = tokens_of(np.random.default_rng(3), layer, 3, 200, np.float64, harsh)
+    exact, single = ss.Moments(layer), ss.Moments(layer)
+    exact.update(*wide)
+    carry = single.update(*(None if x is None else x.astype(np.float32) for x in wide))
+    assert carry.state.dtype == np.float32
+    assert np.array_equal(exact.samples, single.samples)
+    for name in SUMS:
+        # some hundred roundings of float32; repeated keys amplify them
+        assert relative(getattr(single, name), getattr(exact, name)) < 2e-6
+    metric = exact.state_gram / exact.samples[:, None, None]
+    queries = exact.query_gram / exact.samples[:, None, None]
+    for rank in (1, 4, 8):
+        energies = []
+        for basis in (ss.fit_basis(exact), ss.fit_basis(single)):
+            omega = basis.columns(rank)[0]
+            weighted = metric @ omega
+            inner = np.linalg.inv(omega.swapaxes(-1, -2) @ weighted)
+            energies.append(np.trace(inner @ (weighted.swapaxes(-1, -2) @ queries @ weighted), axis1=-2, axis2=-1))
+        assert np.abs(energies[0] / energies[1] - 1).max() < 1e-4
+
+
+def test_what_float32_cannot_hold_is_computed_in_float64():
+    layer = LAYERS["gdn"]
+    tokens = tokens_of(np.random.default_rng(3), layer, 2, 20)
+    one, large = moments_of(layer), moments_of(layer)
+    one.update(*tokens)
+    large.update(*tokens._replace(v=tokens.v * np.float32(2.0**80)))
+    # float32 products of the first, float64 products of the second
+    assert relative(large.state_gram * 2.0**-160, one.state_gram) < 1e-6
+
+
+def test_blas_threads_are_as_before():
+    from threadpoolctl import threadpool_info
+
+    before = threadpool_info()
+    moments_of(LAYERS["gdn"]).update(*make_traces(LAYERS["gdn"], 2, 3 * W, 9))
+    assert threadpool_info() == before

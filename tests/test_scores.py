@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from samples import LAYERS, at, relative, tokens_of
 
 import sketchssm as ss
+from sketchssm.arrays.space import Space
+from sketchssm.calibrate import prefixes
 from sketchssm.calibrate.plans import mean_retained
-from sketchssm.calibrate.scores import prefix_basis
 from sketchssm.calibrate.traces import Traces
 from sketchssm.layer.recurrence import FULL_STATE, KINDS
 from sketchssm.plans.basis import SketchBasis
@@ -16,6 +17,12 @@ from sketchssm.reference.recurrence import per_head, run
 from sketchssm.reference.window import Ring, effective_query
 
 W = 5
+
+
+def prefix_basis(sketch):
+    return prefixes.prefix_basis(Space(), sketch, "float64")
+
+
 SUMS = ("error", "paired", "weighted", "sensitivity")
 
 
@@ -308,3 +315,22 @@ def test_real_traces(kind):
     # sequences, are as good
     assert rho[4] > 0.88 and rho[8] > 0.94 and rho[16] > 0.98
     assert 1 - rho[4] < 0.6 * (1 - random[4])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32_tokens(kind, rng):
+    """Products in float32: errors relative to what a rank leaves, not to the whole read."""
+    layer = ss.Layer(kind, 4, 32, 24, 2)
+    wide = tokens_of(rng, layer, 3, 100, np.float64)
+    grad = 1e-25 * rng.standard_normal(wide.v.shape)  # whose squares float32 cannot hold
+    basis = SketchBasis.random(layer, 16)
+    exact, single = ss.RankScores(basis), ss.RankScores(basis)
+    exact.update(*wide, grad=grad)
+    narrow = [None if x is None else x.astype(np.float32) for x in (*wide, grad)]
+    single.update(*narrow[:5], grad=narrow[5])
+    for name in SUMS:
+        np.testing.assert_allclose(getattr(single, name), getattr(exact, name), rtol=1e-4, atol=1e-200)
+    assert np.array_equal(single.samples, exact.samples)
+    if kind == "gdn":
+        for mean in (2, 6):
+            assert np.array_equal(ss.allocate_ranks(single, mean).ranks, ss.allocate_ranks(exact, mean).ranks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sketchssm.calibrate.moments import FORMAT, Moments
-from sketchssm.calibrate.windows import added
+from sketchssm.calibrate.sums import added
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

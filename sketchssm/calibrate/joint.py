@@ -12,25 +12,25 @@ over all heads at rank 2 with 2 bits: the loss of answers to questions about a t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from sketchssm.arrays.space import Space
 from sketchssm.calibrate.allocation import Allocation, Traffic
 from sketchssm.calibrate.knapsack import Actions
-from sketchssm.calibrate.scores import prefix_basis
-from sketchssm.calibrate.windows import Carry, SketchReads, added, host_tokens, take_array, walk
+from sketchssm.calibrate.prefixes import prefix_basis
+from sketchssm.calibrate.sums import Accumulator, RunningSum, added
+from sketchssm.calibrate.windows import Carry, Reads
 from sketchssm.layer.checks import check_items, check_number, check_size
 from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, check_instance, check_window
-from sketchssm.layer.residual import STEPS
+from sketchssm.layer.residual import GAINS, STEPS
 from sketchssm.plans import traffic
 from sketchssm.plans.basis import SketchBasis
-from sketchssm.reference.codes import stored
 from sketchssm.reference.recurrence import Array
-from sketchssm.reference.residual import encode_residual
 
 __all__ = ["MAP", "RANKS", "JointScores", "allocate_joint"]
 
@@ -43,7 +43,7 @@ MAP = "subspace"
 SUMS = ("paired", "error", "isotropic", "energy", "samples")
 
 
-class JointScores:
+class JointScores(Accumulator):
     """Running sums of the errors of sketches with residuals, for each head, rank and number of bits.
 
     Samples are those of `RankScores`. Use other traces than those of the basis.
@@ -88,6 +88,11 @@ class JointScores:
         If an argument is out of range.
     """
 
+    sums = SUMS
+    of_gradients = ("paired",)
+    paired, error, isotropic = RunningSum(), RunningSum(), RunningSum()
+    energy, samples = RunningSum(), RunningSum()
+
     def __init__(
         self,
         basis: SketchBasis,
@@ -110,11 +115,9 @@ class JointScores:
         self.graded: bool | None = None
         self._omega = basis.columns(self.ranks[-1])[0].astype(np.float64)
         shape = (self.layer.heads, len(self.ranks), len(self.bits))
-        self.paired: Array = np.zeros(shape)
-        self.error: Array = np.zeros(shape)
-        self.isotropic: Array = np.zeros(shape)
-        self.energy: Array = np.zeros(self.layer.heads)
-        self.samples: npt.NDArray[np.int64] = np.zeros(self.layer.heads, dtype=np.int64)
+        self.paired, self.error, self.isotropic = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        self.energy = np.zeros(self.layer.heads)
+        self.samples = np.zeros(self.layer.heads, dtype=np.int64)
 
     def update(
         self, q: Any, k: Any, v: Any, g: Any, beta: Any = None, grad: Any = None, *, carry: Carry | None = None
@@ -142,36 +145,30 @@ class JointScores:
         TypeError
             If an argument is not a real floating-point array.
         """
-        tokens = host_tokens(self.layer, q, k, v, g, beta)
-        if self.graded not in (None, grad is not None):
-            raise ValueError("grad: expected at every update or at none")
-        host = None if grad is None else take_array(grad, "grad")
-        if host is not None and host.shape != tokens.v.shape:
-            raise ValueError(f"grad: expected shape {tokens.v.shape}, got {host.shape}")
-        sums = {name: np.zeros_like(getattr(self, name)) for name in SUMS}
-        carry = walk(self.layer, tokens, self.window, carry, lambda reads: self._add(reads, host, sums))
-        self.__dict__.update(added(self, sums), graded=host is not None)
-        return carry
+        return self._update((q, k, v, g, beta), grad, carry)
 
-    def _add(self, reads: SketchReads, grad: npt.NDArray[Any] | None, sums: dict[str, npt.NDArray[Any]]) -> None:
-        if (reads.tokens.start // self.window - 1) % self.every:
+    def _add(self, space: Space, reads: Reads, sums: dict[str, Any], dtype: str) -> None:
+        some = [i for i, number in enumerate(reads.numbers) if not (number - 1) % self.every]
+        if not some:
             return
-        count = reads.queries.shape[-2]
-        slope = None
-        if grad is not None:
-            slope = np.asarray(grad[reads.rows, reads.tokens], dtype=np.float64).swapaxes(1, 2)
-        energy = np.square(reads.state).sum(axis=(-1, -2))
-        for at, missed in self._errors(reads.state):
-            delta = reads.queries @ missed.swapaxes(-1, -2)  # zero where the state is
-            sums["error"][:, *at] += np.square(delta).sum(axis=(0, 2, 3))
-            share = np.divide(
-                np.square(missed).sum(axis=(-1, -2)), energy, out=np.zeros_like(energy), where=reads.live
-            )
-            sums["isotropic"][:, *at] += count * share.sum(axis=0)
+        heads = reads.heads
+        states, x, live = (array[:, :, some] for array in (reads.states, reads.queries, reads.live))
+        slope = None if reads.slope is None else reads.slope[:, :, some]
+        counts = space.array(np.array([reads.counts[i] for i in some]), "float64")
+        energy = space.cast(space.xp.square(states).sum((-1, -2)), "float64")
+        weight = space.xp.where(live, counts / space.xp.where(live, energy, 1.0), 0.0)
+        for at, error in self._errors(space, states, heads, dtype):
+            delta = (x * error.columns[..., None, :]) @ error.matrix.swapaxes(-1, -2) * error.rows[..., None, :]
+            sums["error"][heads, *at] += space.cast(space.xp.square(delta).sum(-1), "float64").sum((0, 2, 3))
+            squares = space.xp.square(error.matrix) @ space.xp.square(error.columns)[..., None]
+            share = space.cast((squares[..., 0] * space.xp.square(error.rows)).sum(-1), "float64")
+            sums["isotropic"][heads, *at] += (share * weight).sum((0, 2))
             if slope is not None:
-                sums["paired"][:, *at] += np.square((slope * delta).sum(axis=-1)).sum(axis=(0, 2))
-        sums["energy"] += np.square(reads.queries @ reads.state).sum(axis=(0, 2, 3))
-        sums["samples"] += count * reads.live.sum(axis=0)
+                paired = space.cast((slope * delta).sum(-1), "float64")
+                sums["paired"][heads, *at] += space.xp.square(paired).sum((0, 2, 3))
+        read = space.cast(space.xp.square(x @ states.swapaxes(-1, -2)).sum(-1), "float64")
+        sums["energy"][heads] += read.sum((0, 2, 3))
+        sums["samples"][heads] += space.cast((space.cast(live, "float64") * counts).sum((0, 2)), "int64")
 
     def retained(self, ranks: npt.NDArray[np.int64], bits: npt.NDArray[np.int64]) -> float:
         """Share of the energy of all heads' state reads that some ranks and bits retain.
@@ -192,21 +189,23 @@ class JointScores:
                 lost += self.error[head, self.ranks.index(rank), self.bits.index(own)]
         return float(1.0 - lost / (self.energy.sum() or 1.0))
 
-    def _errors(self, state: Array) -> Any:
-        """Places in the sums, and ``S_served^T - S^T (..., V, K)`` of states ``(..., K, V)``.
+    def _errors(self, space: Space, states: Any, heads: slice, dtype: str) -> Iterator[tuple[tuple[int, int], Error]]:
+        """Places in the sums, and ``S_served^T - S^T`` of states ``(..., V, K)``.
 
         The bases of ranks are nested (`sketchssm.reference.maps.subspace`), so each rank adds columns to the last.
         """
         form = SketchFormat.of(self.sketch_dtype)
-        basis = prefix_basis(state @ (state.swapaxes(-1, -2) @ self._omega))
+        omega = space.array(self._omega[heads], dtype)[:, None]
+        basis = prefix_basis(space, states.swapaxes(-1, -2) @ (states @ omega), dtype)
         rows = basis.swapaxes(-1, -2)
-        image, rows = stored(form, rows @ state), stored(form, rows)
-        left, start = state.swapaxes(-1, -2), 0
+        image, rows = _stored(space, form, rows @ states.swapaxes(-1, -2)), _stored(space, form, rows)
+        left, start = states, 0
         for i, rank in enumerate(self.ranks):
             new = np.s_[..., start:rank, :]
             left, start = left - image[new].swapaxes(-1, -2) @ rows[new], rank
+            squares = space.xp.square(left)
             for j, bits in enumerate(self.bits):
-                yield (i, j), encode_residual(left, bits).matrix - left
+                yield (i, j), _residual_error(space, left, squares, bits)
 
     def __add__(self, other: JointScores) -> JointScores:
         """Scores over both sets of traces; ValueError unless basis, settings and use of gradients agree."""
@@ -226,6 +225,47 @@ class JointScores:
         total.graded = other.graded if self.graded is None else self.graded
         total.__dict__.update(added(self, {name: getattr(other, name) for name in SUMS}))
         return total
+
+
+class Error(NamedTuple):
+    """Errors of coded residuals, ``Diag(rows) matrix Diag(columns)``, of ``(..., V, K)``."""
+
+    matrix: Any
+    rows: Any
+    columns: Any
+
+
+def _residual_error(space: Space, left: Any, squares: Any, bits: int) -> Error:
+    """What `sketchssm.reference.residual.encode_residual` adds to residuals ``(..., V, K)`` of some squares."""
+    xp = space.xp
+    rows = _bfloat16(STEPS[bits] * GAINS[bits] * xp.sqrt(squares.mean(-1)))
+    inverse = xp.where(rows > 0, GAINS[bits] / xp.where(rows > 0, rows, 1.0), 0.0)
+    weights = xp.square(STEPS[bits] * inverse)[..., None, :]
+    columns = _bfloat16(xp.sqrt((weights @ squares)[..., 0, :] / rows.shape[-1]))
+    across = xp.where(columns > 0, 1 / xp.where(columns > 0, columns, 1.0), 0.0)
+    scaled = left * inverse[..., :, None]
+    scaled *= across[..., None, :]
+    matrix, half = xp.floor(scaled), 2 ** (bits - 1)
+    xp.clip(matrix, -half, half - 1, out=matrix)
+    matrix += 0.5
+    scaled *= 1 / GAINS[bits]
+    matrix -= scaled
+    return Error(matrix, rows, columns)
+
+
+def _bfloat16(x: Any) -> Any:
+    """Numbers rounded to bfloat16's eight digits, by a float that has the others only while it is large."""
+    digits = 2.0 ** ((24 if str(x.dtype).endswith("float32") else 53) - 8) + 1
+    return x * digits - (x * digits - x)
+
+
+def _stored(space: Space, form: SketchFormat, x: Any) -> Any:
+    """Vectors ``(..., n)`` as a format stores them; see `sketchssm.reference.codes.stored`."""
+    if form.top is None:
+        return x
+    xp = space.xp
+    step = xp.amax(xp.abs(x), -1)[..., None] / form.top
+    return xp.round(x / xp.where(step > 0, step, 1.0)) * space.cast(step, "float32")
 
 
 def allocate_joint(

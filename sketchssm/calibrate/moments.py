@@ -9,17 +9,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.calibrate.windows import Carry, SketchReads, added, host_tokens, walk
+from sketchssm.arrays.space import Space
+from sketchssm.calibrate.sums import Accumulator, RunningSum, added
+from sketchssm.calibrate.windows import Carry, Reads
 from sketchssm.layer.recurrence import KINDS, Layer, check_choice, check_window
 from sketchssm.plans.files import FileFormat, check_array, load_file, save_file
-from sketchssm.reference.recurrence import Array
 
 __all__ = ["Moments"]
 
 FORMAT = FileFormat("sketchssm-moments", 2, ("state_gram", "query_gram", "samples"))
 
 
-class Moments:
+class Moments(Accumulator):
     """Running sums of ``S0 S0^T`` and ``x x^T`` over the tokens that read the state through a sketch.
 
     A sample is a token at position 1 to W - 1 of a window. The flush token is no sample: it reads the exact state.
@@ -56,6 +57,9 @@ class Moments:
         If an argument is out of range.
     """
 
+    sums = FORMAT.tensors
+    state_gram, query_gram, samples = RunningSum(), RunningSum(), RunningSum()
+
     def __init__(
         self,
         kind: str | Layer,
@@ -69,9 +73,8 @@ class Moments:
         self.layer = _layer(kind, heads=heads, key_dim=key_dim, value_dim=value_dim, key_heads=key_heads)
         self.window = check_window(window)
         shape = (self.layer.heads, self.layer.key_dim, self.layer.key_dim)
-        self.state_gram: Array = np.zeros(shape)
-        self.query_gram: Array = np.zeros(shape)
-        self.samples: npt.NDArray[np.int64] = np.zeros(self.layer.heads, dtype=np.int64)
+        self.state_gram, self.query_gram = np.zeros(shape), np.zeros(shape)
+        self.samples = np.zeros(self.layer.heads, dtype=np.int64)
 
     def update(self, q: Any, k: Any, v: Any, g: Any, beta: Any = None, *, carry: Carry | None = None) -> Carry:
         """Add the samples of some tokens.
@@ -104,21 +107,21 @@ class Moments:
         TypeError
             If an argument is not a real floating-point array.
         """
-        sums = {name: np.zeros_like(getattr(self, name)) for name in FORMAT.tensors}
-        tokens = host_tokens(self.layer, q, k, v, g, beta)
-        carry = walk(self.layer, tokens, self.window, carry, lambda reads: self._add(reads, sums))
-        self.__dict__.update(added(self, sums))
-        return carry
+        return self._update((q, k, v, g, beta), None, carry)
 
-    def _add(self, reads: SketchReads, sums: dict[str, npt.NDArray[Any]]) -> None:
-        count = reads.queries.shape[-2]
-        x = np.where(reads.live[..., None, None], reads.queries, 0.0)
-        heads, key_dim = self.layer.heads, self.layer.key_dim
-        columns = reads.state.transpose(1, 2, 0, 3).reshape(heads, key_dim, -1)
-        rows = x.swapaxes(0, 1).reshape(heads, -1, key_dim)
-        sums["state_gram"] += count * (columns @ columns.swapaxes(-1, -2))
-        sums["query_gram"] += rows.swapaxes(-1, -2) @ rows
-        sums["samples"] += count * reads.live.sum(axis=0)
+    def _add(self, space: Space, reads: Reads, sums: dict[str, Any], dtype: str) -> None:
+        some = slice(0, 1 + max(i for i, count in enumerate(reads.counts) if count))
+        states, counts = reads.states[:, :, some], space.array(np.array(reads.counts[some]), dtype)
+        if len(set(reads.counts[some])) == 1:
+            weight = float(reads.counts[0])
+        else:
+            weight, states = 1.0, states * space.xp.sqrt(counts)[:, None, None]
+        for name, x, share in (("state_gram", states, weight), ("query_gram", reads.queries, 1.0)):
+            columns = x.reshape(*x.shape[:2], -1, x.shape[-1])
+            gram = space.cast(columns.swapaxes(-1, -2) @ columns, "float64")
+            sums[name][reads.heads] += share * gram.sum(0)
+        live = space.cast(reads.live[:, :, some], dtype) * counts
+        sums["samples"][reads.heads] += space.cast(live.sum((0, 2)), "int64")
 
     def __add__(self, other: Moments) -> Moments:
         """Moments of both sets of traces; ValueError unless layer and window agree."""

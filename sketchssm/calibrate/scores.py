@@ -12,25 +12,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.calibrate.windows import Carry, SketchReads, added, host_tokens, take_array, walk
+from sketchssm.arrays.space import Space
+from sketchssm.calibrate.prefixes import prefix_basis
+from sketchssm.calibrate.sums import Accumulator, RunningSum, added
+from sketchssm.calibrate.windows import Carry, Reads
 from sketchssm.layer.checks import check_size
 from sketchssm.layer.recurrence import check_choice, check_instance, check_window
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["SCORES", "RankScores", "prefix_basis"]
+__all__ = ["SCORES", "RankScores"]
 
 SCORES = ("gradient", "error", "sensitivity")
 """Methods of `RankScores.objective`."""
 
 SUMS = ("error", "paired", "weighted", "sensitivity", "samples")
 
-DEPENDENT = 1e-7
-"""Relative distance of a sketch column from the span of the columns before it. A closer column adds only the rounding
-noise of a float32 state."""
 
-
-class RankScores:
+class RankScores(Accumulator):
     """Running per-head, per-rank sums of the residuals of ideal sketch reads.
 
     Samples are those of `Moments`: tokens read through the sketch of a nonzero state. Use other traces than those of
@@ -70,6 +69,11 @@ class RankScores:
         If an argument is out of range.
     """
 
+    sums = SUMS
+    of_gradients = ("paired", "weighted", "sensitivity")
+    error, paired, weighted = RunningSum(), RunningSum(), RunningSum()
+    sensitivity, samples = RunningSum(), RunningSum()
+
     def __init__(self, basis: SketchBasis, window: int | None = None, rank_max: int | None = None) -> None:
         check_instance("basis", basis, SketchBasis)
         rank = basis.rank_max if rank_max is None else check_size("rank_max", rank_max)
@@ -80,11 +84,10 @@ class RankScores:
         self.rank_max = rank
         self.graded: bool | None = None
         self._omega = basis.columns(rank)[0]
-        self.error: Array = np.zeros((self.layer.heads, self.rank_max + 1))
-        self.paired: Array = np.zeros_like(self.error)
-        self.weighted: Array = np.zeros_like(self.error)
-        self.sensitivity: Array = np.zeros(self.layer.heads)
-        self.samples: npt.NDArray[np.int64] = np.zeros(self.layer.heads, dtype=np.int64)
+        shape = (self.layer.heads, self.rank_max + 1)
+        self.error, self.paired, self.weighted = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        self.sensitivity = np.zeros(self.layer.heads)
+        self.samples = np.zeros(self.layer.heads, dtype=np.int64)
 
     def update(
         self, q: Any, k: Any, v: Any, g: Any, beta: Any = None, grad: Any = None, *, carry: Carry | None = None
@@ -120,37 +123,31 @@ class RankScores:
         TypeError
             If an argument is not a real floating-point array.
         """
-        tokens = host_tokens(self.layer, q, k, v, g, beta)
-        if self.graded not in (None, grad is not None):
-            raise ValueError("grad: expected at every update or at none")
-        host = None if grad is None else take_array(grad, "grad")
-        if host is not None and host.shape != tokens.v.shape:
-            raise ValueError(f"grad: expected shape {tokens.v.shape}, got {host.shape}")
-        sums = {name: np.zeros_like(getattr(self, name)) for name in SUMS}
-        carry = walk(self.layer, tokens, self.window, carry, lambda reads: self._add(reads, host, sums))
-        self.__dict__.update(added(self, sums), graded=host is not None)
-        return carry
+        return self._update((q, k, v, g, beta), grad, carry)
 
-    def _add(self, reads: SketchReads, grad: npt.NDArray[Any] | None, sums: dict[str, npt.NDArray[Any]]) -> None:
-        output = reads.queries @ reads.state  # zero where the state is
-        basis = prefix_basis(reads.state.swapaxes(-1, -2) @ self._omega)
+    def _add(self, space: Space, reads: Reads, sums: dict[str, Any], dtype: str) -> None:
+        heads, transposed = reads.heads, reads.states.swapaxes(-1, -2)
+        omega = space.array(self._omega[heads], dtype)
+        lead = tuple(reads.states.shape[:3])
+        sketch = reads.states.reshape(*lead[:2], -1, self.layer.key_dim) @ omega
+        basis = prefix_basis(space, sketch.reshape(*lead, self.layer.value_dim, -1), dtype)
+        output = reads.queries @ transposed
         seen = output @ basis
-        energy = np.square(output).sum(axis=-1, keepdims=True)
-        # rounding may make the difference of two nearly equal energies negative
-        read = np.cumsum(np.square(seen), axis=-1)
-        lost = np.maximum(energy - read, 0.0)
-        sums["error"] += np.concatenate([energy, lost], axis=-1).sum(axis=(0, 2))
-        sums["samples"] += reads.queries.shape[-2] * reads.live.sum(axis=0)
-        if grad is None:
+        rest = output - seen @ basis.swapaxes(-1, -2)  # what the last rank leaves; others leave its later columns too
+        energy = space.cast(space.xp.square(space.cast(seen, "float64")), "float64")
+        last = space.cast(space.xp.square(rest).sum(-1), "float64")
+        sums["error"][heads] += _tails(space, last.sum((0, 2, 3)), energy.sum((0, 2, 3)))
+        counts = space.array(np.array(reads.counts), "int64")
+        sums["samples"][heads] += (space.cast(reads.live, "int64") * counts).sum((0, 2))
+        if reads.slope is None:
             return
-        slope = np.asarray(grad[reads.rows, reads.tokens], dtype=np.float64).swapaxes(1, 2)
-        slope = np.where(reads.live[..., None, None], slope, 0.0)
-        whole = (slope * output).sum(axis=-1, keepdims=True)
-        missed = whole - np.cumsum((slope @ basis) * seen, axis=-1)
-        sums["paired"] += np.square(np.concatenate([whole, missed], axis=-1)).sum(axis=(0, 2))
-        sensitivity = np.square(slope).sum(axis=-1, keepdims=True)
-        sums["weighted"][:, 1:] += (sensitivity * read).sum(axis=(0, 2))
-        sums["sensitivity"] += sensitivity.sum(axis=(0, 2, 3))
+        missed = space.cast((reads.slope * rest).sum(-1), "float64")
+        along = space.cast(reads.slope @ basis, "float64") * space.cast(seen, "float64")
+        sums["paired"][heads] += space.xp.square(_tails(space, missed, along)).sum((0, 2, 3))
+        sensitivity = space.cast(space.xp.square(reads.slope).sum(-1), "float64")
+        weighted = space.xp.cumsum((sensitivity[..., None] * energy).sum((0, 2, 3)), -1)
+        sums["weighted"][heads, 1:] += weighted
+        sums["sensitivity"][heads] += sensitivity.sum((0, 2, 3))
 
     @property
     def retained(self) -> Array:
@@ -242,31 +239,8 @@ class RankScores:
         return total
 
 
-def prefix_basis(sketch: Array) -> Array:
-    """Nested orthonormal bases of sketches ``(..., V, G)``: the first G columns of both have the same span.
-
-    A sketch column that depends on the columns before it gives a zero column.
-    """
-    basis, triangle = np.linalg.qr(sketch)
-    own = np.abs(np.diagonal(triangle, axis1=-2, axis2=-1))
-    dependent = own <= DEPENDENT * np.linalg.norm(triangle, axis=-2)
-    lacking = dependent.any(axis=-1)
-    if lacking.any():
-        # Householder QR replaces a dependent column by an arbitrary direction and removes that direction from later
-        # columns. Factor such sketches again by Gram-Schmidt, which keeps later columns whole.
-        basis[lacking] = _gram_schmidt(sketch[lacking])
-    return basis
-
-
-def _gram_schmidt(sketch: Array) -> Array:
-    """`prefix_basis` column by column. Each column is orthogonalised twice, for full float64 accuracy."""
-    basis = np.zeros_like(sketch)
-    for i in range(sketch.shape[-1]):
-        residual = sketch[..., i : i + 1]
-        size = np.linalg.norm(residual, axis=-2, keepdims=True)
-        for _ in range(2):
-            residual = residual - basis[..., :i] @ (basis[..., :i].swapaxes(-1, -2) @ residual)
-        norm = np.linalg.norm(residual, axis=-2, keepdims=True)
-        independent = norm > DEPENDENT * size
-        basis[..., i : i + 1] = np.where(independent, residual / np.where(independent, norm, 1.0), 0.0)
-    return basis
+def _tails(space: Space, last: Any, parts: Any) -> Any:
+    """Sums ``(..., G + 1)`` of the last part and the parts ``(..., G)`` from each on: no differences, which cancel."""
+    xp = space.xp
+    whole = xp.concatenate([last[..., None], xp.flip(parts, (-1,))], -1)
+    return xp.flip(xp.cumsum(whole, -1), (-1,))

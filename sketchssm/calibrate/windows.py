@@ -1,32 +1,42 @@
 """Traces, window by window: the state at each window's start and the effective queries that read it.
 
-Moments and rank scores are sums over the same samples, which this module defines. A sample is a token that decoding
+Moments and scores are sums over the same samples, which this module defines. A sample is a token that decoding
 reads through the sketch: positions 1 to W - 1 of a window, since the flush token reads the exact state. A window that
 starts from a zero state of a head (a sequence's first window, or after a full forget) has no samples of that head.
+
+Arrays of CuPy, and of PyTorch on a GPU, stay there: `sketchssm.calibrate.chunks` computes in their library. All others
+are computed in NumPy, by one thread for each core; BLAS gets one thread, since its own would wait for each other in
+small products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from sketchssm.arrays import interop
-from sketchssm.layer.checks import check_gates, check_state, check_tokens, check_writes
+from sketchssm.arrays.space import Space
+from sketchssm.calibrate.chunks import FORGOTTEN, advance, chunks_of
+from sketchssm.layer.checks import LARGEST_ERASE, check_gates, check_state, check_tokens, check_writes
 from sketchssm.layer.recurrence import Layer, Tokens, check_instance
-from sketchssm.reference.recurrence import Array, per_head
-from sketchssm.reference.window import Ring, fold, read_window
+from sketchssm.reference.window import Ring
 
-__all__ = ["Carry", "SketchReads", "added", "host_tokens", "take_array", "walk"]
+__all__ = ["Carry", "Reads", "host_tokens", "take_array", "take_tokens", "visit"]
 
-BLOCK_BYTES = 2**27
-"""Batch rows are walked in groups. The largest array of a group (states, or decays between tokens) is below this."""
+HOST_BYTES, DEVICE_BYTES = 2**21, 2**29
+"""Largest array of a block of windows, rows and heads (states, or decays between tokens): what a core's cache holds
+in part, or a small part of a GPU's memory."""
 
-LARGEST_SUM = 1e100
-"""Largest moment or score: the product of two, over all heads, still has room in float64."""
+PAIRS = 8
+"""Rows and heads of a block on the host: enough for NumPy's time per call to be small."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +44,10 @@ class Carry:
     """Positions of sequences; a later call continues from there.
 
     `state (batch, heads, V, K)` are the states at the open window's start. `ring` are the raw inputs of the open
-    window's tokens in float64, ``(batch, heads, tokens, ...)``.
+    window's tokens, ``(batch, heads, tokens, ...)``. Arrays are of the kind of the tokens.
     """
 
-    state: npt.NDArray[Any]
+    state: Any
     ring: Ring | None = None
 
     @property
@@ -46,19 +56,23 @@ class Carry:
         return 0 if self.ring is None else int(self.ring.k.shape[-2])
 
 
-class SketchReads(NamedTuple):
-    """Tokens of one window that are read through the sketch.
+class Reads(NamedTuple):
+    """A block of windows of some rows and heads, for their tokens that are read through the sketch.
 
-    ``state (batch, heads, K, V)`` is S0, and ``live (batch, heads)`` is True for a nonzero S0. ``queries
-    (batch, heads, n, K)`` are effective queries. ``rows`` and ``tokens`` are the tokens' places in the arrays of the
-    call.
+    ``states (rows, heads, windows, V, K)`` are states at the windows' starts, and ``live (rows, heads, windows)`` is
+    True where they are nonzero. ``queries (rows, heads, windows, W, K)`` are effective queries: zero where the state
+    is zero, and for tokens that are no samples of this call. ``counts`` are each window's samples of a live head,
+    ``numbers`` the windows' places in the call, and ``slope (rows, heads, windows, W, V)`` the gradients, scaled, with
+    the zeros of the queries.
     """
 
-    state: Array
-    live: npt.NDArray[np.bool_]
-    queries: Array
-    rows: slice
-    tokens: slice
+    states: Any
+    live: Any
+    queries: Any
+    counts: list[int]
+    numbers: range
+    slope: Any
+    heads: slice
 
 
 def take_array(array: Any, name: str) -> npt.NDArray[Any]:
@@ -81,84 +95,173 @@ def host_tokens(layer: Layer, q: Any, k: Any, v: Any, g: Any, beta: Any) -> Toke
     return tokens
 
 
-def added(owner: object, sums: dict[str, Any]) -> dict[str, Any]:
-    """Running sums of an object with some more added, by name; ValueError if one is so large that products overflow.
-
-    The object stays as it is. ``owner.__dict__.update(added(owner, sums))`` is one operation: an interrupt comes
-    before or after it.
-    """
-    with np.errstate(over="ignore", invalid="ignore"):
-        totals = {name: getattr(owner, name) + more for name, more in sums.items()}
-        for name, total in totals.items():
-            if not (np.abs(total) <= LARGEST_SUM).all():
-                cause = "grad" if name in ("paired", "weighted", "sensitivity") else "q, k, v"
-                raise ValueError(
-                    f"{cause}: expected inputs with a {name} of at most {LARGEST_SUM:g}, got {np.abs(total).max():g}: "
-                    "are keys normalised, and values and gradients scaled?"
-                )
-    return totals
+def take_tokens(layer: Layer, q: Any, k: Any, v: Any, g: Any, beta: Any) -> tuple[Space, Tokens]:
+    """Check the traces of one call as `host_tokens`, and return them where they are: on one device, or on the host."""
+    space, given = Space(v), Tokens(q, k, v, g, beta)
+    if not (space.on_device and all(x is None or space.holds(x) for x in given)):
+        return Space(), host_tokens(layer, *given)
+    check_tokens(layer, *given, tokens_axis=True)
+    with space.exact():
+        good = _plausible(space, layer, given)
+    if not good:
+        host_tokens(layer, *given)  # raises, and names the argument
+    return space, given
 
 
-def walk(
-    layer: Layer, tokens: Tokens, window: int, carry: Carry | None, visit: Callable[[SketchReads], None]
+def _plausible(space: Space, layer: Layer, tokens: Tokens) -> bool:
+    """What `host_tokens` checks, on a device and with one wait for it."""
+    xp = space.xp
+    floats = [getattr(xp, name, None) for name in ("float64", "float32", "float16", "bfloat16")]
+    if any(x is not None and x.dtype not in floats for x in tokens):
+        return False
+    good = (tokens.g <= 0).all()
+    for x in (tokens.q, tokens.k, tokens.v):
+        good = good & xp.isfinite(x).all()
+    if tokens.beta is not None:
+        squares = xp.square(space.cast(tokens.k, "float32")).sum(-1)[:, :, _key_heads(layer, slice(0, layer.heads))]
+        good = good & ((tokens.beta >= 0) & (tokens.beta <= 2) & (tokens.beta * squares <= LARGEST_ERASE)).all()
+    return bool(good)
+
+
+def visit(
+    space: Space,
+    layer: Layer,
+    tokens: Tokens,
+    window: int,
+    carry: Carry | None,
+    add: Callable[[Reads], None],
+    *,
+    dtype: str,
+    grad: Any = None,
+    scale: float = 1.0,
 ) -> Carry:
     """Run sequences and visit every token that is read through the sketch.
 
-    `tokens` are host arrays ``(batch, tokens, ...)`` from `host_tokens`. `carry` has the positions of the sequences;
-    None stands for zero states and an empty window. `visit` is called in order for each part of a window within the
-    call that has a nonzero state. The result has the positions after the last token, and shares no memory with the
-    caller's arrays.
+    `tokens`, and the gradients `grad (batch, tokens, heads, V)`, are arrays of a space, from `take_tokens`. `carry`
+    has the positions of the sequences; None stands for zero states and an empty window. `add` is called for blocks of
+    windows, on several threads but never for one head at once. Gradients come divided by `scale`. The result has the
+    positions after the last token, and shares no memory with the caller's arrays.
     """
     batch = tokens.v.shape[0]
     carry = _checked(layer, carry, batch, window)
-    row_bytes = 8 * layer.heads * max(layer.gate_channels * window**2, layer.key_dim * layer.value_dim)
-    step = max(1, BLOCK_BYTES // row_bytes)
-    starts = range(0, max(batch, 1), step)  # the position of an empty batch advances too
-    with np.errstate(over="ignore", invalid="ignore"):  # `added` refuses sums that are not finite
-        ends = [_walk_rows(layer, tokens, window, carry, visit, slice(start, start + step)) for start in starts]
-    states, rings = zip(*ends, strict=True)
-    return Carry(np.concatenate([state.swapaxes(-1, -2) for state in states]), _joined(rings, axis=0))
+    run = _Run(space, layer, tokens, window, carry, add, dtype, grad, scale)
+    ends = space.zeros((batch, *layer.state_shape), dtype)
+    if space.on_device:
+        with space.exact():
+            run.heads(slice(0, layer.heads), batch or 1, ends)
+    else:
+        step = min(layer.heads, PAIRS)
+        groups = [slice(start, min(start + step, layer.heads)) for start in range(0, layer.heads, step)]
+        _on_cores(lambda own: run.heads(own, max(1, PAIRS // step), ends), groups)
+    return Carry(ends, run.open_ring())
 
 
-def _walk_rows(
-    layer: Layer, tokens: Tokens, window: int, carry: Carry, visit: Callable[[SketchReads], None], rows: slice
-) -> tuple[Array, Ring]:
-    """One group of batch rows: returns S0 ``(batch, heads, K, V)`` and the ring of the open window."""
-    state: Array = np.asarray(carry.state[rows], dtype=np.float64).swapaxes(-1, -2)
-    assert carry.ring is not None
-    ring = _cut(carry.ring, rows)
-    length = tokens.v.shape[1]
-    start = 0
-    while start < length:
-        opened = ring.k.shape[-2]
-        stop = min(length, start + window - opened)
-        new = per_head(layer, tokens.at(np.s_[rows, start:stop]))
-        new = Tokens(*(None if x is None else np.ascontiguousarray(x.swapaxes(1, 2)) for x in new))
-        ring = _joined([ring, Ring(new.k, new.v, new.g, new.beta)], axis=2)
-        reads = min(stop - start, window - 1 - opened)
-        live = np.any(state, axis=(-1, -2), keepdims=True)[..., 0, 0]
-        if reads > 0 and live.any():
-            prefix = _cut(ring, slice(None), opened + reads)
-            queries = read_window(new.q[..., :reads, :], prefix).queries
-            visit(SketchReads(state, live, queries, rows, slice(start, start + reads)))
-        if opened + stop - start == window:
-            state = fold(state, ring)
-            ring = _cut(ring, slice(None), 0)
-        start = stop
-    return state, ring
+@dataclass
+class _Run:
+    """One call of `visit`."""
+
+    space: Space
+    layer: Layer
+    tokens: Tokens
+    window: int
+    carry: Carry
+    add: Callable[[Reads], None]
+    dtype: str
+    grad: Any
+    scale: float
+
+    def heads(self, heads: slice, rows: int, ends: Any) -> None:
+        """Run some heads of all sequences, `rows` sequences at a time, and write their last states."""
+        limit = DEVICE_BYTES if self.space.on_device else HOST_BYTES
+        gates = self.layer.gate_channels * self.window**2
+        unit = (8 if self.dtype == "float64" else 4) * max(gates, self.layer.key_dim * self.layer.value_dim)
+        fits = max(1, limit // (unit * (heads.stop - heads.start)))  # windows of rows
+        rows = min(rows, fits)
+        for start in range(0, self.tokens.v.shape[0], rows):
+            self._rows(slice(start, start + rows), heads, fits // rows, ends)
+
+    def _rows(self, rows: slice, heads: slice, step: int, ends: Any) -> None:
+        """Run some heads of some rows, `step` windows at a time."""
+        opened, length = self.carry.position, self.tokens.v.shape[1]
+        whole = (opened + length) // self.window
+        last = -(-(opened + length) // self.window)
+        state = self.space.array(self.carry.state[rows, heads], self.dtype)
+        first = 0
+        while first < last:
+            stop = min(first + step, last)
+            state = self._block(rows, heads, range(first, stop), whole, state)
+            first = stop
+        ends[rows, heads] = state
+
+    def _block(self, rows: slice, heads: slice, numbers: range, whole: int, state: Any) -> Any:
+        """Visit some windows and return the state at the start of the open window, or of the next."""
+        space, xp = self.space, self.space.xp
+        tokens = self._taken(rows, heads, numbers)
+        opened, end = self.carry.position, self.carry.position + self.tokens.v.shape[1]
+        counts = []
+        for number in numbers:
+            start = number * self.window
+            counts.append(max(0, min(start + self.window - 1, end) - max(start, opened)))
+        tokens.q[..., -1, :] = 0.0  # the flush token
+        chunks = chunks_of(space, tokens, self.dtype)
+        states, last = advance(space, chunks, state, self.dtype)
+        live = states.reshape(*states.shape[:3], -1).any(-1)
+        if any(counts) and (space.on_device or live.any()):
+            queries = xp.where(live[..., None, None], chunks.queries, 0.0)
+            slope = None
+            if self.grad is not None:
+                slope = self._windows(self.grad, None, rows, heads, numbers, self.dtype)
+                slope[..., -1, :] = 0.0
+                slope = xp.where(live[..., None, None], slope * (1 / self.scale), 0.0)
+            self.add(Reads(states, live, queries, counts, numbers, slope, heads))
+        return last if whole >= numbers.stop else states[:, :, whole - numbers.start]
+
+    def _taken(self, rows: slice, heads: slice, numbers: range) -> Tokens:
+        """Inputs of some windows, ``(rows, heads, windows, W, ...)``, with zeros before and after the call's."""
+        ring = self.carry.ring
+        assert ring is not None
+        keys = _key_heads(self.layer, heads)
+        g = self.tokens.g if self.layer.channel_decays else self.tokens.g[..., None]
+        q = self._windows(self.tokens.q, None, rows, keys, numbers, self.dtype)
+        k = self._windows(self.tokens.k, ring.k[rows, heads], rows, keys, numbers, self.dtype)
+        v = self._windows(self.tokens.v, ring.v[rows, heads], rows, heads, numbers, self.dtype)
+        g = self._windows(g, ring.g[rows, heads], rows, heads, numbers, "float64")
+        g = self.space.xp.clip(g, FORGOTTEN, 0.0)
+        if ring.beta is None:
+            return Tokens(q, k, v, g, None)
+        beta = self.tokens.beta[..., None]
+        beta = self._windows(beta, ring.beta[rows, heads][..., None], rows, heads, numbers, self.dtype)
+        return Tokens(q, k, v, g, beta[..., 0])
+
+    def _windows(self, x: Any, before: Any, rows: slice, heads: Any, numbers: range, dtype: str) -> Any:
+        """One input of some windows; `before` are its values in the open window of the carry."""
+        opened = self.carry.position
+        start, stop = (max(0, edge * self.window - opened) for edge in (numbers.start, numbers.stop))
+        part = x[rows, start:stop][:, :, heads].swapaxes(1, 2)
+        space = self.space
+        whole = space.empty((*part.shape[:2], len(numbers) * self.window, part.shape[-1]), dtype)
+        at = opened if not numbers.start else 0
+        whole[:, :, :at] = 0 if before is None or not at else space.array(before, dtype)
+        whole[:, :, at : at + part.shape[2]] = part
+        whole[:, :, at + part.shape[2] :] = 0
+        return whole.reshape(*part.shape[:2], len(numbers), self.window, part.shape[-1])
+
+    def open_ring(self) -> Ring:
+        """The open window's raw inputs after the call."""
+        length = self.tokens.v.shape[1]
+        opened = self.carry.position
+        left = (opened + length) % self.window
+        number = (opened + length) // self.window
+        every = slice(0, self.layer.heads)
+        rows = slice(0, self.tokens.v.shape[0])
+        taken = self._taken(rows, every, range(number, number + 1))
+        cut: Any = (None if x is None else x[:, :, 0, :left] for x in taken[1:])
+        return Ring(*cut)
 
 
-def _joined(rings: Sequence[Ring], axis: int) -> Ring:
-    """Concatenate rings along rows (axis 0) or tokens (axis 2)."""
-    k, v, g = (np.concatenate([getattr(ring, name) for ring in rings], axis=axis) for name in "kvg")
-    gates = [ring.beta for ring in rings if ring.beta is not None]
-    return Ring(k, v, g, np.concatenate(gates, axis=axis) if gates else None)
-
-
-def _cut(ring: Ring, rows: slice, count: int | None = None) -> Ring:
-    """Some rows of a ring, and its first tokens or all of them."""
-    k, v, g = (x[rows, :, :count] for x in (ring.k, ring.v, ring.g))
-    return Ring(k, v, g, None if ring.beta is None else ring.beta[rows, :, :count])
+def _key_heads(layer: Layer, heads: slice) -> list[int]:
+    """The key head of each value head."""
+    return [head // layer.group for head in range(heads.start, heads.stop)]
 
 
 def _checked(layer: Layer, carry: Carry | None, batch: int, window: int) -> Carry:
@@ -171,14 +274,51 @@ def _checked(layer: Layer, carry: Carry | None, batch: int, window: int) -> Carr
         return Carry(np.zeros((batch, *layer.state_shape)), empty)
     check_instance("carry", carry, Carry)
     check_state(layer, carry.state, batch)
-    take_array(carry.state, "carry")
+    if not Space(carry.state).on_device:
+        take_array(carry.state, "carry")
     if carry.ring is None:
         return Carry(carry.state, empty)
     if carry.position >= window:
         raise ValueError(f"carry: expected an open window of fewer than {window} tokens, got {carry.position}")
     for name, have, want in zip(Ring._fields, carry.ring, empty, strict=True):
         shape = None if want is None else (*lead, carry.position, *want.shape[3:])
-        got = None if have is None else have.shape
+        got = None if have is None else tuple(have.shape)
         if got != shape:
             raise ValueError(f"carry: expected a ring with {name} of shape {shape}, got {got}")
     return carry
+
+
+def _on_cores(task: Callable[[slice], None], groups: list[slice]) -> None:
+    """Run a task for each group on all cores, each thread with a BLAS of one thread."""
+
+    def quiet(group: slice) -> None:
+        with np.errstate(over="ignore", invalid="ignore"):  # sums that are not finite are refused later
+            task(group)
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = min(cores, len(groups))
+    with _one_blas_thread():
+        if threads <= 1:
+            for group in groups:
+                quiet(group)
+            return
+        with ThreadPoolExecutor(threads) as pool:
+            try:
+                list(pool.map(quiet, groups))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+
+@cache
+def _blas() -> Any:
+    """NumPy's BLAS, as `threadpoolctl` finds it; looked up once, which takes milliseconds."""
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController().select(internal_api="openblas")
+
+
+@contextmanager
+def _one_blas_thread() -> Iterator[None]:
+    with _blas().limit(limits=1):
+        yield

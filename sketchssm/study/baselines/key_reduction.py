@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.calibrate.windows import added, host_tokens
+from sketchssm.calibrate.sums import added
+from sketchssm.calibrate.windows import host_tokens
 from sketchssm.layer.checks import check_bool
 from sketchssm.layer.recurrence import Layer, check_instance
 from sketchssm.reference.recurrence import Array

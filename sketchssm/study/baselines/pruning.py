@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.calibrate.windows import added, host_tokens
+from sketchssm.calibrate.sums import added
+from sketchssm.calibrate.windows import host_tokens
 from sketchssm.layer.checks import as_array, check_state
 from sketchssm.layer.recurrence import Layer, check_instance
 from sketchssm.reference.recurrence import Array, per_head, step

@@ -16,11 +16,12 @@ import numpy.typing as npt
 from sketchssm.calibrate.allocation import METHODS
 from sketchssm.calibrate.plans import Calibrated, Settings, calibrate
 from sketchssm.calibrate.traces import Traces
-from sketchssm.calibrate.windows import SketchReads, host_tokens, walk
+from sketchssm.calibrate.windows import host_tokens
 from sketchssm.layer.checks import check_items, check_number, check_seed, check_size
 from sketchssm.layer.recurrence import FULL_STATE, check_choice, check_instance, check_window
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference.recurrence import Array, run
+from sketchssm.reference.walk import SketchReads, walk
 
 __all__ = ["Study"]
 
@@ -117,7 +118,7 @@ class Study:
                 energy[reads.tokens.start // window] += np.square(reads.queries @ reads.state).sum(axis=(0, 2, 3))
 
             whole = self.traces.test.at(np.s_[:, : count * window])
-            walk(layer, host_tokens(layer, *whole), window, None, add)
+            walk(layer, host_tokens(layer, *whole), window, add)
             self._energies[window] = energy
         return self._energies[window]
 

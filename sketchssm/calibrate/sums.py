@@ -1,0 +1,134 @@
+"""Running sums over samples, which stay on the device of the tokens until someone reads them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import numpy as np
+
+from sketchssm.arrays import interop
+from sketchssm.arrays.space import Space
+from sketchssm.calibrate.windows import Carry, Reads, take_array, take_tokens, visit
+from sketchssm.layer.recurrence import Layer, Tokens
+
+__all__ = ["Accumulator", "RunningSum", "added"]
+
+LARGEST_SUM = 1e100
+"""Largest moment or score: the product of two, over all heads, still has room in float64."""
+
+
+class RunningSum:
+    """A sum of an `Accumulator`, as an attribute: a NumPy array, copied from the device when it is first read."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        if owner is None:
+            return self
+        held = vars(owner)[self._name]
+        if type(held) is not np.ndarray:
+            held = vars(owner)[self._name] = interop.to_host(held, self._name)
+        return held
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        vars(owner)[self._name] = value
+
+
+class Accumulator(ABC):
+    """Sums over the samples of `sketchssm.calibrate.windows.visit`."""
+
+    layer: Layer
+    window: int
+    graded: bool | None
+    sums: ClassVar[tuple[str, ...]]
+    of_gradients: ClassVar[tuple[str, ...]] = ()
+    """Sums of squared gradients."""
+
+    @abstractmethod
+    def _add(self, space: Space, reads: Reads, sums: dict[str, Any], dtype: str) -> None:
+        """Add some samples to sums."""
+
+    def _update(self, inputs: tuple[Any, ...], grad: Any, carry: Carry | None) -> Carry:
+        """Add the samples of some tokens, all or none.
+
+        Products are in float32 unless an input is float64, and sums of each block's products in float64. If float32
+        has no room for a product, all is computed again in float64.
+        """
+        space, tokens = take_tokens(self.layer, *inputs)
+        top, facts = 1.0, dict[str, bool]()
+        if "graded" in vars(self):
+            facts["graded"] = grad is not None
+            if self.graded not in (None, grad is not None):
+                raise ValueError("grad: expected at every update or at none")
+        if grad is not None:
+            grad, top = _taken_grad(space, grad, tokens.v.shape)
+        wide = any(x is not None and str(x.dtype).endswith("float64") for x in (*tokens, grad))
+        for dtype in ("float64",) if wide else ("float32", "float64"):
+            sums, after = self._summed(space, tokens, grad, carry, dtype, top)
+            try:
+                totals = added(self, sums)
+                break
+            except ValueError:
+                if dtype == "float64":
+                    raise
+        self.__dict__.update(totals, **facts)
+        return after
+
+    def _summed(
+        self, space: Space, tokens: Tokens, grad: Any, carry: Carry | None, dtype: str, top: float
+    ) -> tuple[dict[str, Any], Carry]:
+        """Sums over some tokens alone, and the positions after them."""
+        sums = {name: space.zeros(vars(self)[name].shape, _type_of(name)) for name in self.sums}
+
+        def add(reads: Reads) -> None:
+            self._add(space, reads, sums, dtype)
+
+        after = visit(space, self.layer, tokens, self.window, carry, add, dtype=dtype, grad=grad, scale=top)
+        for name in self.of_gradients:
+            sums[name] *= top**2
+        return sums, after
+
+
+def _type_of(name: str) -> str:
+    return "int64" if name == "samples" else "float64"
+
+
+def _taken_grad(space: Space, grad: Any, shape: tuple[int, ...]) -> tuple[Any, float]:
+    """Gradients in a space, and a power of two near the largest."""
+    if not space.holds(grad):
+        grad = take_array(grad, "grad") if not space.on_device else space.array(take_array(grad, "grad"), "float32")
+    if tuple(grad.shape) != tuple(shape):
+        raise ValueError(f"grad: expected shape {tuple(shape)}, got {tuple(grad.shape)}")
+    if not grad.shape[0] * grad.shape[1]:
+        return grad, 1.0
+    top = float(space.cast(space.xp.abs(grad), "float64").max())
+    if not np.isfinite(top):
+        take_array(grad, "grad")
+    return grad, float(2.0 ** np.floor(np.log2(top))) if top else 1.0
+
+
+def added(owner: object, sums: dict[str, Any]) -> dict[str, Any]:
+    """Running sums of an object with some more added, by name; ValueError if one is so large that products overflow.
+
+    The object stays as it is. ``owner.__dict__.update(added(owner, sums))`` is one operation: an interrupt comes
+    before or after it.
+    """
+    totals = {}
+    with np.errstate(over="ignore", invalid="ignore"):
+        for name, more in sums.items():
+            space = Space(more)
+            held = vars(owner)[name]
+            total = totals[name] = (space.array(held, _type_of(name)) if space.on_device else _host(held, name)) + more
+            if not bool((abs(total) <= LARGEST_SUM).all() if hasattr(total, "all") else abs(total) <= LARGEST_SUM):
+                cause = "grad" if name in ("paired", "weighted", "sensitivity") else "q, k, v"
+                raise ValueError(
+                    f"{cause}: expected inputs with a {name} of at most {LARGEST_SUM:g}, got "
+                    f"{float(abs(total).max()):g}: are keys normalised, and values and gradients scaled?"
+                )
+    return totals
+
+
+def _host(held: Any, name: str) -> Any:
+    return held if np.isscalar(held) else interop.to_host(held, name)

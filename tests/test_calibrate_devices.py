@@ -1,0 +1,95 @@
+"""Sums of tokens that stay on their device. PyTorch's CPU stands for one here; `tests/gpu` has the others."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from samples import relative, tokens_of
+
+import sketchssm as ss
+from sketchssm.arrays import interop
+from sketchssm.layer.recurrence import KINDS
+from sketchssm.plans.basis import SketchBasis
+
+SUMS = {
+    "moments": ("state_gram", "query_gram", "samples"),
+    "scores": ("error", "paired", "weighted", "sensitivity", "samples"),
+    "joint": ("paired", "error", "isotropic", "energy", "samples"),
+}
+
+
+@pytest.fixture
+def device(torch, monkeypatch):
+    monkeypatch.setattr(interop, "is_on_device", lambda array: interop.framework(array) == "torch")
+    return lambda x: None if x is None else torch.from_numpy(np.array(x))
+
+
+def made(name, layer):
+    if name == "moments":
+        return ss.Moments(layer, window=8)
+    basis = SketchBasis.random(layer, 8, window=8)
+    return ss.RankScores(basis) if name == "scores" else ss.JointScores(basis)
+
+
+def updates(sums, tokens, grad, cuts=(0, 19, 60)):
+    more, carry = {}, None
+    for start, stop in pairwise(cuts):
+        if grad is not None:
+            more["grad"] = grad[:, start:stop]
+        carry = sums.update(*tokens.at(np.s_[:, start:stop]), carry=carry, **more)
+    return carry
+
+
+@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_sums_as_on_the_host(kind, name, device, rng):
+    layer = ss.Layer(kind, 4, 32, 24, 2)
+    tokens, whole = tokens_of(rng, layer, 2, 60), made(name, layer)
+    grad = None if name == "moments" else rng.standard_normal(tokens.v.shape).astype(np.float32)
+    carry = updates(whole, tokens, grad)
+    own = made(name, layer)
+    there = type(tokens)(*map(device, tokens))
+    after = updates(own, there, device(grad))
+    assert interop.framework(after.state) == interop.framework(after.ring.k) == "torch"
+    np.testing.assert_allclose(after.state, carry.state, atol=1e-5)
+    assert interop.framework(vars(own)["samples"]) == "torch"
+    for each in SUMS[name]:
+        # float32 products of two libraries; codes at the edge of two levels may differ
+        assert relative(getattr(own, each), getattr(whole, each)) < (3e-3 if name == "joint" else 2e-6)
+    # on the host again, and sums of both
+    updates(own, tokens, grad)
+    assert relative(getattr(own + whole, SUMS[name][0]), 3 * getattr(whole, SUMS[name][0])) < 3e-3
+
+
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (lambda t: t._replace(g=t.g + 10), "^g: "),
+        (lambda t: t._replace(v=t.v * np.nan), "^v: "),
+        (lambda t: t._replace(beta=4 * t.beta), "^beta: .* 0 to 2"),
+        (lambda t: t._replace(k=8 * t.k), "^k: .*L2-normalised"),
+        (lambda t: t._replace(q=t.q[..., :-1]), "^q: "),
+    ],
+)
+def test_refusals(spoil, match, device, rng):
+    layer = ss.Layer("gdn", 4, 6, 5, 2)
+    moments = made("moments", layer)
+    with pytest.raises(ValueError, match=match):
+        moments.update(*map(device, spoil(tokens_of(rng, layer, 2, 20))))
+    assert not moments.samples.any()
+
+
+def test_products_are_in_float32(torch, device, rng):
+    """Whatever the caller allows for its own products."""
+    layer = ss.Layer("gdn", 4, 32, 24, 2)
+    tokens = [device(x) for x in tokens_of(rng, layer, 2, 60)]
+    plain, mixed = made("moments", layer), made("moments", layer)
+    plain.update(*tokens)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            mixed.update(*tokens)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert np.array_equal(mixed.state_gram, plain.state_gram)
