@@ -230,6 +230,11 @@ def test_sketches_beside_copies_are_listed(lm):
     (copy,) = (x.reduction for x in listed if x.name == "4-bit copy")
     assert list(found) == ["sketch, ridge map", "sketch, ridge map, int8"]
     assert min(found.values()) >= copy
+    chosen = lm["evaluate"].listed(
+        lm["evaluate"].arguments([*given, "--only", "[24]-bit copy", "*int8*"]), calibrations
+    )
+    wanted = ("standard", "2-bit copy", "4-bit copy")
+    assert [x.name for x in chosen] == [x.name for x in listed if x.name in wanted or "int8" in x.name]
 
 
 def test_distances_need_tasks(lm, capsys):
@@ -294,6 +299,23 @@ def test_mixed_calibration_takes_turns(lm, tmp_path):
     assert len(kinds["code"][0]) == len(kinds["code"][1]) == 100 and kinds["random"][0] is None
     mixed = lm["stress"].mixture(np.zeros(200, int), kinds, 5, 20, np.random.default_rng(0))
     assert mixed.shape == (5, 20) and mixed[:, 0].tolist() == [0, *encode("x 1"), 0, *encode("x")]
+
+
+def test_reports_name_the_run(lm, tmp_path, monkeypatch):
+    """Heads' backends and devices, a command that a shell repeats, and the commit of this repository alone."""
+    runs = lm["runs"]
+    assert runs.devices(["cpu", "reference", "cpu"], tiny(lm, "gdn")) == {
+        "heads": {"cpu": "CPU", "reference": "CPU"}, "model": "CPU",
+    }  # fmt: skip
+    given = ["--model", "m/a.safetensors", "--tokens", "t", "--out", "o", "--only", "* copy", "--commit", "abc"]
+    words = runs.command("evaluate.py", lm["evaluate"].arguments(given))
+    assert "--model MODELS/a.safetensors --tokens TOKENS" in words and "--only '* copy'" in words
+    assert "--tasks" not in words and "abc" not in words
+    (tmp_path / "examples" / "lm").mkdir(parents=True)
+    monkeypatch.setattr(runs, "__file__", str(tmp_path / "examples" / "lm" / "runs.py"))
+    assert runs.commit() == ""
+    monkeypatch.setattr(runs, "_git", lambda folder, *words: "/elsewhere")  # a copy inside another checkout
+    assert runs.commit() == ""
 
 
 def test_layers_share_the_budget(lm):
