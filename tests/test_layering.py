@@ -18,7 +18,7 @@ KNOW_FRAMEWORKS = {
 } | {module for module in FILES if module.startswith(("sketchssm.transformers", "sketchssm.vllm"))}
 # The rooms of the package, from the ground up: a room imports only rooms before it.
 ROOMS = (
-    *("layer", "arrays", "plans", "reference", "calibrate", "cpu", "cuda", "heads", "study"),
+    *("layer", "arrays", "plans", "reference", "cpu", "calibrate", "cuda", "heads", "study"),
     *("models", "torch", "transformers", "vllm", "cli"),
 )
 

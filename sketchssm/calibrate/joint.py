@@ -13,13 +13,14 @@ over all heads at rank 2 with 2 bits: the loss of answers to questions about a t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from sketchssm.arrays.space import Space
 from sketchssm.calibrate.allocation import Allocation, Traffic
+from sketchssm.calibrate.coding import ResidualError, residual_error, stored
 from sketchssm.calibrate.knapsack import Actions
 from sketchssm.calibrate.prefixes import prefix_basis
 from sketchssm.calibrate.sums import Accumulator, RunningSum, added
@@ -27,7 +28,7 @@ from sketchssm.calibrate.windows import Carry, Reads
 from sketchssm.layer.checks import check_items, check_number, check_size
 from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, check_instance, check_window
-from sketchssm.layer.residual import GAINS, STEPS
+from sketchssm.layer.residual import STEPS
 from sketchssm.plans import traffic
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.reference.recurrence import Array
@@ -160,9 +161,7 @@ class JointScores(Accumulator):
         for at, error in self._errors(space, states, heads, dtype):
             delta = (x * error.columns[..., None, :]) @ error.matrix.swapaxes(-1, -2) * error.rows[..., None, :]
             sums["error"][heads, *at] += space.cast(space.xp.square(delta).sum(-1), "float64").sum((0, 2, 3))
-            squares = space.xp.square(error.matrix) @ space.xp.square(error.columns)[..., None]
-            share = space.cast((squares[..., 0] * space.xp.square(error.rows)).sum(-1), "float64")
-            sums["isotropic"][heads, *at] += (share * weight).sum((0, 2))
+            sums["isotropic"][heads, *at] += (error.energy * weight).sum((0, 2))
             if slope is not None:
                 paired = space.cast((slope * delta).sum(-1), "float64")
                 sums["paired"][heads, *at] += space.xp.square(paired).sum((0, 2, 3))
@@ -189,7 +188,9 @@ class JointScores(Accumulator):
                 lost += self.error[head, self.ranks.index(rank), self.bits.index(own)]
         return float(1.0 - lost / (self.energy.sum() or 1.0))
 
-    def _errors(self, space: Space, states: Any, heads: slice, dtype: str) -> Iterator[tuple[tuple[int, int], Error]]:
+    def _errors(
+        self, space: Space, states: Any, heads: slice, dtype: str
+    ) -> Iterator[tuple[tuple[int, int], ResidualError]]:
         """Places in the sums, and ``S_served^T - S^T`` of states ``(..., V, K)``.
 
         The bases of ranks are nested (`sketchssm.reference.maps.subspace`), so each rank adds columns to the last.
@@ -198,14 +199,16 @@ class JointScores(Accumulator):
         omega = space.array(self._omega[heads], dtype)[:, None]
         basis = prefix_basis(space, states.swapaxes(-1, -2) @ (states @ omega), dtype)
         rows = basis.swapaxes(-1, -2)
-        image, rows = _stored(space, form, rows @ states.swapaxes(-1, -2)), _stored(space, form, rows)
+        image, rows = stored(space, form, rows @ states.swapaxes(-1, -2)), stored(space, form, rows)
         left, start = states, 0
+        ones = space.zeros((self.layer.key_dim, 1), dtype) + 1 / self.layer.key_dim  # a product is faster than a mean
         for i, rank in enumerate(self.ranks):
             new = np.s_[..., start:rank, :]
             left, start = left - image[new].swapaxes(-1, -2) @ rows[new], rank
             squares = space.xp.square(left)
+            spread = space.xp.sqrt((squares @ ones)[..., 0])
             for j, bits in enumerate(self.bits):
-                yield (i, j), _residual_error(space, left, squares, bits)
+                yield (i, j), residual_error(space, left, squares, spread, bits)
 
     def __add__(self, other: JointScores) -> JointScores:
         """Scores over both sets of traces; ValueError unless basis, settings and use of gradients agree."""
@@ -225,47 +228,6 @@ class JointScores(Accumulator):
         total.graded = other.graded if self.graded is None else self.graded
         total.__dict__.update(added(self, {name: getattr(other, name) for name in SUMS}))
         return total
-
-
-class Error(NamedTuple):
-    """Errors of coded residuals, ``Diag(rows) matrix Diag(columns)``, of ``(..., V, K)``."""
-
-    matrix: Any
-    rows: Any
-    columns: Any
-
-
-def _residual_error(space: Space, left: Any, squares: Any, bits: int) -> Error:
-    """What `sketchssm.reference.residual.encode_residual` adds to residuals ``(..., V, K)`` of some squares."""
-    xp = space.xp
-    rows = _bfloat16(STEPS[bits] * GAINS[bits] * xp.sqrt(squares.mean(-1)))
-    inverse = xp.where(rows > 0, GAINS[bits] / xp.where(rows > 0, rows, 1.0), 0.0)
-    weights = xp.square(STEPS[bits] * inverse)[..., None, :]
-    columns = _bfloat16(xp.sqrt((weights @ squares)[..., 0, :] / rows.shape[-1]))
-    across = xp.where(columns > 0, 1 / xp.where(columns > 0, columns, 1.0), 0.0)
-    scaled = left * inverse[..., :, None]
-    scaled *= across[..., None, :]
-    matrix, half = xp.floor(scaled), 2 ** (bits - 1)
-    xp.clip(matrix, -half, half - 1, out=matrix)
-    matrix += 0.5
-    scaled *= 1 / GAINS[bits]
-    matrix -= scaled
-    return Error(matrix, rows, columns)
-
-
-def _bfloat16(x: Any) -> Any:
-    """Numbers rounded to bfloat16's eight digits, by a float that has the others only while it is large."""
-    digits = 2.0 ** ((24 if str(x.dtype).endswith("float32") else 53) - 8) + 1
-    return x * digits - (x * digits - x)
-
-
-def _stored(space: Space, form: SketchFormat, x: Any) -> Any:
-    """Vectors ``(..., n)`` as a format stores them; see `sketchssm.reference.codes.stored`."""
-    if form.top is None:
-        return x
-    xp = space.xp
-    step = xp.amax(xp.abs(x), -1)[..., None] / form.top
-    return xp.round(x / xp.where(step > 0, step, 1.0)) * space.cast(step, "float32")
 
 
 def allocate_joint(
