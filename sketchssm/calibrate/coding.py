@@ -40,7 +40,7 @@ def residual_error(space: Space, left: Any, squares: Any, spread: Any, bits: int
 
 
 def _errors(space: Space, left: Any, down: Any, across: Any, bits: int) -> tuple[Any, Any]:
-    """Errors ``(..., V, K)`` of codes of scaled residuals, and sums ``(..., K)`` of their squares over those of `down`."""
+    """Errors ``(..., V, K)`` of codes of scaled residuals; sums ``(..., K)`` of their squares over those of `down`."""
     xp, half = space.xp, 2 ** (bits - 1)
     kernel = None if space.on_device else _kernel()
     if kernel is not None:
