@@ -14,7 +14,7 @@
 //
 // `ticks` (STEP): the head's clock moves on.
 //
-// -D constants besides read.cu's: PRIOR, MIN_BLOCKS (blocks of a multiprocessor; for high ranks see BLOCKS).
+// -D constants besides read.cu's: PRIOR, BLOCKS (blocks of a multiprocessor).
 #include "flush/roles.cuh"
 
 #ifndef SIZES_ONLY  // defined by a test that needs only the constants at the end
@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         if (mode == DRAFT && count == 0) return;
         find();
     }
-    if (threadIdx.x == 0) m.init(WARPS, EPILOGUE_TEAM);
+    if (threadIdx.x == 0) m.init(WARPS);
     if (threadIdx.x < TileScheduler::AHEAD)
         m.queue.tiles[threadIdx.x] = own < count * HEADS ? tile_at(own, entry) : NO_TILE;
     if (RAW_KEYS && W < WP && warp == SOLVER)
@@ -89,10 +89,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
                       INPUTS, {out, out_stride}, schedule,   mode,       ridge, count};
     if (warp < ROW_BLOCKS) run_fold_warp(flush);
     else if (warp < EPILOGUE + EPILOGUE_WARPS) run_solver_or_epilogue_warp(flush, warp == SOLVER, warp - EPILOGUE);
-    else if constexpr (!FOLD_WARPS_SKETCH) {
+    else if constexpr (!RAW_KEYS) {
         if (warp == PRODUCER) run_producer_warp(flush);
         else if (warp < FIRST_TRANSFORM_WARP) run_sketch_warp(flush);
-        else if constexpr (!RAW_KEYS) run_transform_warp(flush);
+        else run_transform_warp(flush);
     }
 
     // The last block resets the schedule and, outside of STEP, the cursors, which other blocks have read until now.

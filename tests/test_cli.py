@@ -147,14 +147,14 @@ def test_calibrate_limits_ranks(traces, tmp_path):
     assert "rank_max: expected an integer from 1 to min(K, V)" in " ".join(refused.output.split())
 
 
-def test_calibrate_limits_ranks_to_the_room_of_cuda(tmp_path):
+def test_calibrate_limits_ranks_to_those_of_cuda(tmp_path):
     layer = Layer("gdn", 1, 128, 128)
     traces, plan = write_traces(tmp_path / "layer.npz", "gdn", layer=layer), tmp_path / "plan.safetensors"
     settings = ["--window", 8, "--method", "uniform", "--mean-rank"]
-    refused = invoke("calibrate", traces, "--out", plan, *settings, 90, code=2)
-    assert "mean_rank: expected at most 70 for a uniform rank, got 90" in " ".join(refused.output.split())
-    invoke("calibrate", traces, "--out", plan, *settings, 70)
-    assert SketchPlan.load(plan).ranks.tolist() == [70]
+    refused = invoke("calibrate", traces, "--out", plan, *settings, 20, code=2)
+    assert "mean_rank: expected at most 16 for a uniform rank, got 20" in " ".join(refused.output.split())
+    invoke("calibrate", traces, "--out", plan, *settings, 16)
+    assert SketchPlan.load(plan).ranks.tolist() == [16]
 
 
 def test_several_layers_share_a_budget(tmp_path):

@@ -39,9 +39,9 @@ cupy, machine, pytestmark = fixtures.of_host, fixtures.of_kernels, fixtures.cold
 def test_no_ridge_and_a_sketch_of_rank_one(rng, cupy):
     """A state in one direction of the basis: rounding errors of its Gram matrix are below the floor."""
     layer = LAYERS["mamba2"]
-    plan = make_plan(layer, [32] * layer.heads, rng, map="ridge", ridge=0.0)
+    plan = make_plan(layer, [16] * layer.heads, rng, map="ridge", ridge=0.0)
     device, oracle = (SketchEngine(plan, 4, "float32", output_dtype="float32"), reference.SketchEngine(plan, 4))
-    keys = np.einsum("bhg,hkg->bhk", rng.standard_normal((4, layer.heads, 32)), plan.omega)
+    keys = np.einsum("bhg,hkg->bhk", rng.standard_normal((4, layer.heads, 16)), plan.omega)
     start = np.einsum("bhv,bhk->bhvk", rng.standard_normal((4, layer.heads, layer.value_dim)), keys)
     device.load_state(cupy.asarray(start.astype(np.float32)), cupy.arange(4))
     oracle.load_state(start, np.arange(4))

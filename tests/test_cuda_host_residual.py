@@ -256,5 +256,5 @@ def test_refusals():
     rng = np.random.default_rng(9)
     plan = residual_plan(rng, "gdn", sketch_dtype="int8")
     high = plan_of(rng, plan.layer, 17, "subspace", window=4)
-    with pytest.raises(UnsupportedError, match=r"^ranks: the CUDA kernels have ranks of up to 16 with"):
+    with pytest.raises(UnsupportedError, match=r"^ranks: expected at most 16 on backend 'cuda', got 17 for head 0 of"):
         ss.SketchHead(high, 1, "cuda")

@@ -177,23 +177,36 @@ class TestBackends:
         with pytest.warns(RuntimeWarning, match=rf"^backend: 'auto' takes 'cpu': {message}"):
             assert ss.SketchHead(plan, 2).backend == "cpu"
 
+    def test_ranks(self, rng):
+        plan = make_plan(LAYER, [3, 17], rng, map="ridge")
+        message = (
+            rf"ranks: expected at most 16 on backend 'cuda', got 17 for head 1 of {re.escape(str(LAYER))}; "
+            r"allocate with rank_max=16 or with residual bits, or take backend 'cpu'$"
+        )
+        with pytest.raises(UnsupportedError, match=f"^{message}"):
+            ss.SketchHead(plan, 1, "cuda")
+        with pytest.raises(UnsupportedError, match=f"^{message}"):
+            ss.SketchHead.parts_of(plan, "cuda")
+        with pytest.warns(RuntimeWarning, match=f"^backend: 'auto' takes 'cpu': {message}"):
+            assert ss.SketchHead(plan, 1).backend == "cpu"
+
     def test_shared_memory(self, monkeypatch):
         """On a device with less shared memory the message names the largest rank that fits, and this rank does fit."""
         monkeypatch.setattr(standin, "sizes_only", True)
         monkeypatch.setattr(modules, "_modules", {})
         rng = np.random.default_rng(1)
-        wide = make_plan(LAYER, [40, 7], rng, map="ridge", ridge=0.01, window=32)
+        wide = make_plan(LAYER, [16, 7], rng, map="ridge", ridge=0.01, window=32)
         constants = ss.SketchHead(wide, 1, "cuda")._engine.variants()[1]
-        module = modules.load(modules.Variant("flush", dict(constants.constants) | {"RANK_MAX": 20}))
+        module = modules.load(modules.Variant("flush", dict(constants.constants) | {"RANK_MAX": 8}))
         limit = modules.size_of(module, "flush_shared_bytes")
         monkeypatch.setitem(
             standin.cuda.Device.attributes, "MaxSharedMemoryPerBlockOptin", limit + limits.STATIC_SHARED
         )
-        with pytest.raises(UnsupportedError, match=r"^plan: rank 40 with window 32 needs") as refused:
+        with pytest.raises(UnsupportedError, match=r"^plan: rank 16 with window 32 needs") as refused:
             ss.SketchHead(wide, 1, "cuda")
         assert f"has {limit}; " in str(refused.value)
         rank = int(re.search(r"window 32 fits with ranks of up to (\d+)", str(refused.value))[1])
-        assert 20 <= rank < 40
+        assert 8 <= rank < 16
         ss.SketchHead(make_plan(LAYER, [rank, 7], rng, map="ridge", ridge=0.01, window=32), 1, "cuda")
         module = modules.load(modules.Variant("flush", dict(constants.constants) | {"RANK_MAX": rank + 1}))
         assert modules.size_of(module, "flush_shared_bytes") > limit

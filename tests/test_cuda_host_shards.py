@@ -5,7 +5,7 @@ import pytest
 from gpu.cuda_support import make_plan, make_tokens
 from host import fixtures
 from host.heads import narrow
-from samples import relative, states_of
+from samples import states_of
 
 import sketchssm as ss
 from sketchssm.layer.recurrence import Layer
@@ -18,28 +18,20 @@ WINDOW = 4
 
 @pytest.mark.parametrize("map", ["lowrank", "ridge"])
 def test_shards(map, rng):
-    """States and flushed outputs are equal to the last bit; for maps in factors all outputs are. A ridge map is solved
-    in blocks, whose number depends on the largest rank of the layer's heads. Its sums then have another order, and the
-    maps are stored in bf16: outputs differ by a few roundings of 2^-9.
-    """
-    plan = make_plan(LAYER, [17, 3, 5, 9], rng, map=map, window=WINDOW)
+    """States and outputs are equal to the last bit."""
+    plan = make_plan(LAYER, [16, 3, 5, 9], rng, map=map, window=WINDOW)
     tokens, start = narrow(make_tokens(LAYER, 3, 3 * WINDOW + 1, "bfloat16", rng)), states_of(rng, LAYER, 3)
     whole = ss.SketchHead(plan, 3, "cuda")
     whole.warmup()
     whole.load_state(start)
     outputs = whole.step(*tokens)
     whole.flush()
-    flushes = np.s_[:, WINDOW - 1 :: WINDOW]
     for rank in range(2):
         values, keys = LAYER.shard_heads(rank, 2)
         own = [np.ascontiguousarray(x[:, :, i]) for x, i in zip(tokens, (keys, keys, *[values] * 3), strict=True)]
         head = ss.SketchHead(plan.shard(rank, 2), 3, "cuda")
         head.warmup()
         head.load_state(np.ascontiguousarray(start[:, values]))
-        got, want = head.step(*own), outputs[:, :, values]
-        if map == "lowrank":
-            np.testing.assert_array_equal(got, want)
-        np.testing.assert_array_equal(got[flushes], want[flushes])
-        assert relative(got, want) < 2.0**-7
+        np.testing.assert_array_equal(head.step(*own), outputs[:, :, values])
         head.flush()
         np.testing.assert_array_equal(head.state.get(), whole.state.get()[:, values])

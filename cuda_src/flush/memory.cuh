@@ -45,11 +45,11 @@ struct TileScheduler {
     }
 };
 
-// A block's shared memory, with STAGES of states and SUMS of S U. flush/roles.cuh says who completes each barrier.
-template <int STAGES, int SUMS> struct BlockMemoryOf {
+// A block's shared memory, with STAGES of states. flush/roles.cuh says who completes each barrier.
+template <int STAGES> struct BlockMemoryOf {
     StateStage rows[STAGES][ROW_BLOCKS];
     KeyStage keys[KEY_STAGES];
-    ValueStage values[VALUE_STAGES];
+    ValueStage values;
     PreparedKeys prepared[PREPARED_STAGES];
     Solve solve[SOLVE_STAGES];
     TransformShared transform[2];
@@ -59,12 +59,12 @@ template <int STAGES, int SUMS> struct BlockMemoryOf {
     WarpMbarrier first_keys_full;
     TileScheduler queue;
 #if SKETCHES
-    SketchMemoryOf<SUMS> sketch;
-    SketchBarriersOf<SUMS> sketch_barriers;
+    SketchMemory sketch;
+    SketchBarriers sketch_barriers;
 #endif
 
-    // By one thread, before a barrier of the block. `warps`: number of the block's warps; `team`: EPILOGUE_TEAM.
-    DEVICE void init(int warps, [[maybe_unused]] int team) {
+    // By one thread, before a barrier of the block. `warps`: number of the block's warps.
+    DEVICE void init(int warps) {
         first_keys_full.init(1), queue.init(warps);
         for (WarpMbarrier& barrier : gram_full) barrier.init(TRANSFORM_THREADS / 32);
         for (WarpMbarrier& barrier : operands_full) barrier.init(TRANSFORM_THREADS / 32);
@@ -75,11 +75,11 @@ template <int STAGES, int SUMS> struct BlockMemoryOf {
         for (auto& stage : state_empty)
             for (WarpMbarrier& barrier : stage) barrier.init(GROUP_WARPS);
         for (KeyStage& stage : keys) stage.full.init();
-        for (ValueStage& stage : values) stage.full.init();
+        values.full.init();
         for (auto& stage : rows)
             for (StateStage& block : stage) block.full.init();
 #if SKETCHES
-        sketch_barriers.init(team), sketch.basis.full.init(), sketch.init();
+        sketch_barriers.init(), sketch.basis.full.init();
 #endif
     }
 };

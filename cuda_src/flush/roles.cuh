@@ -1,6 +1,5 @@
 // Warp roles of the flush. Every warp iterates over the block's tiles. Warps synchronise by mbarriers. Named barriers
-// are used only among the transform warps, in a team of epilogue warps, and in a group of warps that scales an extreme
-// state.
+// are used only among the transform warps, and in a group of warps that scales an extreme state.
 //
 // RAW_KEYS (bf16 mamba2 and gdn), one to four blocks per multiprocessor:
 //
@@ -12,19 +11,7 @@
 //   basis ----- epilogue --> basis -------------------------+     U, S U -----------------> U
 //                            columns, sums <------------------------+
 //                                 +-----------------------------> epilogue warp ----------> map
-//                                                                 (mamba2: may be the solver;
-//                                                                 high ranks: a team of 1, 3 or 4)
-//
-// RAW_KEYS without FOLD_WARPS_SKETCH (V = 128, dense maps beyond rank 21, bf16 sketches of float32 states), one block
-// per multiprocessor:
-//
-//   k, q  ----- solver ----> keys[2], values[2] ------------+
-//   gates, beta - solver --> solve[2]  ---------------------+-> fold warps (8) -----------> output
-//   state ----- producer --> rows[2][block] ----------------+     predict, update, read
-//                                 |  +----------------------> producer -------------------> S
-//   basis ----- epilogue --> basis +-> sketch warps (8): U, S U --------------------------> U
-//                                                   columns, sums[2]
-//                                                       +-> epilogue warps (4) -----------> map
+//                                                                 (mamba2: may be the solver)
 //
 // Otherwise (kda; fp16 and float32 activations), one block per multiprocessor:
 //
@@ -39,13 +26,11 @@
 //                                 +----+------> sketch warps (4): U, S U -----------------> U
 //                                                   columns, sums
 //                                                       +-> epilogue warps (2) -----------> map
-//                                                                 (high ranks: a team of 2 or 4)
 //
 // Barrier [stages]           completed by                     waited for by
 // queue.full, .empty         solver; all warps                all warps; solver
-// keys.full [KEY]            copies of solver or producer     fold warps, solver (RAW_KEYS); transform warps;
-//                                                             producer (RAW_KEYS, once, like first_keys_full)
-// values.full [VALUE]        copies of solver                 fold warps
+// keys.full [KEY]            copies of solver or producer     fold warps, solver (RAW_KEYS); transform warps
+// values.full                copies of solver                 fold warps
 // rows.full [STATE][block]   copies of fold warp or producer  fold warp of the block
 // operands_full [KEY]        transform warps                  fold warps, producer (to load keys), solver (not kda)
 // gram_full [SOLVE]          transform warps (kda)            solver
@@ -59,17 +44,13 @@
 // sums_full                  warps that sketch (S U)          epilogue warp; sketch warps if U has one stage
 // columns_empty, sums_empty  epilogue warp                    warps that sketch
 // columns_stored             warps that sketch                epilogue warp (extreme states of several groups)
-// gram_empty                 epilogue warp (dense maps)       the other epilogue warp, if it is another team
+// gram_empty                 epilogue warp (dense maps)       the other epilogue warp
 // group_sync                 warps of a group                 the same warps
 //
-// "Warps that sketch" are the fold warps (FOLD_WARPS_SKETCH) or the sketch warps. The arrow from them to U in global
-// memory starts at the epilogue warp if U has two stages or is stored in codes (EPILOGUE_STORES).
+// "Warps that sketch" are the fold warps (RAW_KEYS) or the sketch warps. The arrow from them to U in global memory
+// starts at the epilogue warp if U has two stages or is stored in codes (EPILOGUE_STORES).
 //
-// Numbers of stages in the diagrams are those of W = 16 on sm_90, in the second diagram up to rank 40, in the others up
-// to rank 16.
-//
-// With high ranks (HIGH_RANKS: dense maps beyond rank 16) all epilogue warps are one team, which computes each map
-// together. Every warp of the team waits and arrives where the table says "epilogue warp".
+// Numbers of stages in the diagrams are those of W = 16 on sm_90.
 #pragma once
 #include "flush/fold_tokens.cuh"
 
@@ -80,18 +61,17 @@ DEVICE void fold_tile(const Flush& f, const FlushTile& tile, int n, StateStage& 
     KeyStage& stage = m.keys[n % KEY_STAGES];
     PreparedKeys& prepared = m.prepared[n % PREPARED_STAGES];
     const Solve& solve = m.solve[n % SOLVE_STAGES];
-    ValueStage& values = m.values[n % VALUE_STAGES];
     auto wait_solve = [&] { m.solve_full[n % SOLVE_STAGES].wait(n / SOLVE_STAGES); };
     if (RAW_KEYS) stage.full.wait(n / KEY_STAGES);
     else m.operands_full[n % KEY_STAGES].wait(n / KEY_STAGES);
     rows.full.wait(n / STATE_STAGES);
     if (RAW_KEYS && folded < W) wait_solve();  // the solver has written zeros in place of missing keys
     Writes writes;
-    if (folded > 0) writes.prepare(rows.state, values, n / VALUE_STAGES, folded, stage, prepared, solve, wait_solve);
-    else wait_solve(), values.full.wait(n / VALUE_STAGES);
+    if (folded > 0) writes.prepare(rows.state, m.values, n, folded, stage, prepared, solve, wait_solve);
+    else wait_solve(), m.values.full.wait(n);
     float squares = 0, read[2] = {0, 0};
     const bool by_token = folded > 0 && solve.by_token();
-    if (by_token) squares = fold_by_token(f, tile, stage, prepared, values, rows.state);
+    if (by_token) squares = fold_by_token(f, tile, stage, prepared, m.values, rows.state);
 #pragma unroll UNROLLED
     for (int step = 0; step < STEPS && !by_token; step++) {
         StateFragment fragment;
@@ -112,10 +92,10 @@ DEVICE void fold_tile(const Flush& f, const FlushTile& tile, int n, StateStage& 
     }
     fence_async_proxy();
     __syncwarp();
-    if (FOLD_WARPS_SKETCH) rows.store(f.home(tile, block));
+    if (RAW_KEYS) rows.store(f.home(tile, block));
     if (SKETCHES && MAP != SHARED) rows.set_norm(squares);
     m.operands_empty[n % OPERAND_STAGES].arrive();
-    if (!FOLD_WARPS_SKETCH) m.state_folded[n % STATE_STAGES][block].arrive();
+    if (!RAW_KEYS) m.state_folded[n % STATE_STAGES][block].arrive();
     if (!f.takes_own() || by_token) return;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -142,24 +122,23 @@ DEVICE void sketch_tile(const Flush& f, const FlushTile& tile, const int4& info,
 }
 
 // Fold warp. Waits for: keys.full (RAW_KEYS) or operands_full, rows.full, solve_full, values.full. Signals:
-// operands_empty, state_folded. With FOLD_WARPS_SKETCH the fold warp also loads, sketches and stores its own row
-// block.
+// operands_empty, state_folded. With RAW_KEYS the fold warp also loads, sketches and stores its own row block.
 DEVICE void run_fold_warp(const Flush& f) {
     BlockMemory& m = f.m;
     const int block = threadIdx.x / 32;
     int sketch_n = 0;
     auto fetch = [&](const FlushTile& tile, int n) {
-        if (FOLD_WARPS_SKETCH && tile.exists()) m.rows[n % STATE_STAGES][block].fetch(f.home(tile, block));
+        if (RAW_KEYS && tile.exists()) m.rows[n % STATE_STAGES][block].fetch(f.home(tile, block));
     };
     TileIterator tiles(f);
     // All blocks start together. The first keys, which need more work, must not queue behind every block's states.
-    if (FOLD_WARPS_SKETCH && tiles.now.exists()) m.keys[0].full.wait(0);
+    if (RAW_KEYS && tiles.now.exists()) m.keys[0].full.wait(0);
     fetch(tiles.now, 0);
     for (; tiles.now.exists(); tiles.advance()) {
         const int n = tiles.n;
-        if (FOLD_WARPS_SKETCH && STATE_STAGES > 1) wait_bulk_stores(), fetch(tiles.ahead(1), n + 1);
+        if (RAW_KEYS && STATE_STAGES > 1) wait_bulk_stores(), fetch(tiles.ahead(1), n + 1);
         fold_tile(f, tiles.now, n, m.rows[n % STATE_STAGES][block]);
-        if (FOLD_WARPS_SKETCH)
+        if (RAW_KEYS)
             sketch_tile(f, tiles.now, f.head(tiles.now), n, block / GROUP_WARPS, block % GROUP_WARPS, sketch_n,
                         [&](int) {
                             if (STATE_STAGES == 1) wait_bulk_stores(), fetch(tiles.ahead(1), n + 1);
@@ -176,14 +155,12 @@ DEVICE void fetch_keys(const Flush& f, const FlushTile& tile, int n) {
     stage.fetch(f.token(tile), f.ring(tile), tile.buffered, f.takes_own());
 }
 
-// Producer warp (not FOLD_WARPS_SKETCH): loads states, stores them when they are folded, and, without RAW_KEYS, loads
-// keys (except a block's first KEY_STAGES tiles, which the solver loads). Waits for: operands_full and solve_full
-// (transform warps and solver have released the keys' stage), state_folded (to store), state_empty (to load). Signals:
-// keys.full, rows.full, by its copies. With two PREPARED_STAGES the next keys are usually requested before the
-// previous tile's state is folded.
+// Producer warp (not RAW_KEYS): loads states, stores them when they are folded, and loads keys (except a block's first
+// KEY_STAGES tiles, which the solver loads). Waits for: operands_full and solve_full (transform warps and solver have
+// released the keys' stage), state_folded (to store), state_empty (to load). Signals: keys.full, rows.full, by its
+// copies. With two PREPARED_STAGES the next keys are usually requested before the previous tile's state is folded.
 DEVICE void run_producer_warp(const Flush& f) {
     auto follow = [&](int n) {
-        if (RAW_KEYS) return;  // the solver loads keys
         f.m.operands_full[n % KEY_STAGES].wait(n / KEY_STAGES);
         f.m.solve_full[n % SOLVE_STAGES].wait(n / SOLVE_STAGES);
         fetch_keys(f, f.m.queue.get(n + KEY_STAGES), n + KEY_STAGES);
@@ -199,10 +176,7 @@ DEVICE void run_producer_warp(const Flush& f) {
         }
     };
     TileIterator tiles(f);
-    if (tiles.now.exists()) {  // the first keys go ahead of the first states: see run_fold_warp
-        if (RAW_KEYS) f.m.keys[0].full.wait(0);
-        else f.m.first_keys_full.wait(0);
-    }
+    if (tiles.now.exists()) f.m.first_keys_full.wait(0);  // they go ahead of the first states: see run_fold_warp
     fetch(tiles.now, 0);
     if (STATE_STAGES > 1) fetch(tiles.ahead(1), 1);
     if (tiles.now.exists()) follow(0);
@@ -222,8 +196,7 @@ DEVICE void run_producer_warp(const Flush& f) {
     }
 }
 
-// Sketch warp (not FOLD_WARPS_SKETCH). Waits for: state_folded of its row blocks; see sketch_head. Signals:
-// state_empty.
+// Sketch warp (not RAW_KEYS). Waits for: state_folded of its row blocks; see sketch_head. Signals: state_empty.
 DEVICE void run_sketch_warp(const Flush& f) {
     const int member = threadIdx.x / 32 - FIRST_SKETCH_WARP;
     int sketch_n = 0;
@@ -267,13 +240,12 @@ DEVICE void run_transform_warp(const Flush& f) {
 // solves the delta rule's triangular system one tile ahead. Waits for: keys.full (RAW_KEYS), gram_full (kda) or
 // operands_full; operands_empty; queue.empty. Signals: solve_full, queue.full; keys.full, values.full, by its copies.
 //
-// Epilogue warp (`member`; -1 for none): its team finishes every EPILOGUE_TEAMS-th sketch and loads the next head's
-// basis. Waits and signals: see finish_sketch.
+// Epilogue warp (`member`; -1 for none): finishes every EPILOGUE_WARPS-th sketch and loads the next head's basis. Waits
+// and signals: see finish_sketch.
 DEVICE void run_solver_or_epilogue_warp(const Flush& f, bool solves, int member) {
     BlockMemory& m = f.m;
-    auto fetch_values = [&](const FlushTile& tile, int n) {
-        if (tile.exists())
-            m.values[n % VALUE_STAGES].fetch(f.token(tile), f.ring(tile), tile.buffered, f.takes_own());
+    auto fetch_values = [&](const FlushTile& tile) {
+        if (tile.exists()) m.values.fetch(f.token(tile), f.ring(tile), tile.buffered, f.takes_own());
     };
     auto solve = [&](const FlushTile& tile, int n) {
         if (!tile.exists()) return;
@@ -292,7 +264,6 @@ DEVICE void run_solver_or_epilogue_warp(const Flush& f, bool solves, int member)
     };
 #if SKETCHES
     int sketch_n = 0;
-    const Team<EPILOGUE_TEAM> team{member % EPILOGUE_TEAM};
     auto head_at = [&](const FlushTile& tile) { return tile.exists() ? f.head(tile) : make_int4(0, 0, 0, 0); };
     auto fetch_basis = [&](const int4& info) {
         if (info.x > 0) m.sketch.basis.fetch(f.basis + info.w, info.x);
@@ -304,8 +275,7 @@ DEVICE void run_solver_or_epilogue_warp(const Flush& f, bool solves, int member)
     if (solves) {
         if (!RAW_KEYS) claim.begin();
         fetch_keys(f, tiles.now, 0);
-        fetch_values(tiles.now, 0);
-        if (VALUE_STAGES > 1) fetch_values(tiles.ahead(1), 1);
+        fetch_values(tiles.now);
         if (KEY_STAGES > 1) fetch_keys(f, tiles.ahead(1), 1);
         solve(tiles.now, 0);
         if (!RAW_KEYS) claim.find();
@@ -323,7 +293,7 @@ DEVICE void run_solver_or_epilogue_warp(const Flush& f, bool solves, int member)
             if (RAW_KEYS) claim.push(n);
             if (next.exists()) {
                 wait_operands_empty(m, n);
-                fetch_values(VALUE_STAGES > 1 ? tiles.ahead(VALUE_STAGES) : next, n + VALUE_STAGES);
+                fetch_values(next);
                 if (RAW_KEYS) fetch_keys(f, tiles.ahead(KEY_STAGES), n + KEY_STAGES);
             }
         }
@@ -331,13 +301,11 @@ DEVICE void run_solver_or_epilogue_warp(const Flush& f, bool solves, int member)
         if (member < 0) continue;
         const int4 info = f.head(tiles.now), coming = head_at(tiles.ahead(1));
         if (info.x > 0) {
-            if (sketch_n % EPILOGUE_TEAMS == member / EPILOGUE_TEAM)
-                finish_sketch(team, m.sketch, m.sketch_barriers, f.packed(tiles.now, info), f.projection + info.z,
-                              info.x, f.ridge, sketch_n, [&] {
-                                  if (team.member == 0) fetch_basis(coming);
-                              });
+            if (sketch_n % EPILOGUE_WARPS == member)
+                finish_sketch(m.sketch, m.sketch_barriers, f.packed(tiles.now, info), f.projection + info.z, info.x,
+                              f.ridge, sketch_n, [&] { fetch_basis(coming); });
             sketch_n++;
-        } else if ((sketch_n + EPILOGUE_TEAMS - 1) % EPILOGUE_TEAMS * EPILOGUE_TEAM == member) {
+        } else if ((sketch_n + EPILOGUE_WARPS - 1) % EPILOGUE_WARPS == member) {
             fetch_basis(coming);  // by the warp that knows that the last basis has been used
         }
 #endif

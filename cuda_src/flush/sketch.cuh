@@ -12,19 +12,10 @@
 #include "flush/config.cuh"
 #include "slot/codes.cuh"
 
-// Warps that compute a map together.
-template <int SIZE> struct Team {
-    int member;
-    DEVICE void sync() const {
-        if constexpr (SIZE > 1) named_barrier_sync<32 * SIZE>(FIRST_GROUP_BARRIER + SKETCH_GROUPS);
-        else __syncwarp();
-    }
-};
-
 // Releases a warp's row blocks if the group does not meet after S U. The barrier counts GROUP_WARPS arrivals for each
 // row block. The owner makes all of them, because an arrival of another warp that is a tile ahead must not count.
 template <class Then> DEVICE void release_rows(int member, Then then) {
-    if constexpr (FOLD_WARPS_SKETCH) {
+    if constexpr (RAW_KEYS) {
         then(0);
     } else {
         for (int block = member; block < GROUP_BLOCKS; block += GROUP_WARPS)
@@ -32,15 +23,9 @@ template <class Then> DEVICE void release_rows(int member, Then then) {
     }
 }
 
-// Two bf16 slices of a pair. The first slice is the rounded number.
-DEVICE void rounded_slices(float x, float y, u32& first, u32& second) {
-    first = floats_to_bf16(x, y);
-    second = floats_to_bf16(x - __uint_as_float(first << 16), y - __uint_as_float(first & 0xffff0000u));
-}
-
-// U of a warp's own row blocks, 8 TILES columns from `first` on. The group reads U after its barrier.
+// U of a warp's own row blocks, of at most 8 TILES columns. The group reads U after its barrier.
 template <int TILES>
-DEVICE void sketch_tiles(Columns& u, const Basis& from, StateStage* rows, int group, int member, int first, int rank) {
+DEVICE void sketch_tiles(Columns& u, const Basis& from, StateStage* rows, int group, int member, int rank) {
     const int lane = threadIdx.x % 32;
     auto block = [&](int i) { return group * GROUP_BLOCKS + member + i * GROUP_WARPS; };
     auto exists = [&](int i) { return GROUP_BLOCKS % GROUP_WARPS == 0 || member + i * GROUP_WARPS < GROUP_BLOCKS; };
@@ -51,8 +36,7 @@ DEVICE void sketch_tiles(Columns& u, const Basis& from, StateStage* rows, int gr
             StoredOperand basis;
 #pragma unroll
             for (int tile = 0; tile < 2; tile++)
-                basis.set(tile, tile < TILES ? from.columns[first / 8 + tile % TILES][step][0][lane]
-                                             : make_uint2(0, 0));
+                basis.set(tile, tile < TILES ? from.columns[tile % TILES][step][0][lane] : make_uint2(0, 0));
 #pragma unroll
             for (int i = 0; i < OWN_BLOCKS; i++)
 #pragma unroll
@@ -64,7 +48,7 @@ DEVICE void sketch_tiles(Columns& u, const Basis& from, StateStage* rows, int gr
         LeftOperand basis;
 #pragma unroll
         for (int tile = 0; tile < 2; tile++) {
-            const auto& columns = from.columns[first / 8 + tile % TILES][step];
+            const auto& columns = from.columns[tile % TILES][step];
             if (tile < TILES) basis.set(tile, columns[0][lane]);
             else basis.set(tile, make_uint2(0, 0));
             if constexpr (BASIS_SLICES > 1) {
@@ -86,35 +70,20 @@ DEVICE void sketch_tiles(Columns& u, const Basis& from, StateStage* rows, int gr
                         j, sum[i][half], rest[i][half], fragment.s[half][2 * j], fragment.s[half][2 * j + 1]);
         }
     }
-    if constexpr (SLICED) {
 #pragma unroll
-        for (int i = 0; i < OWN_BLOCKS; i++)
+    for (int i = 0; i < OWN_BLOCKS; i++)
 #pragma unroll
-            for (int tile = 0; tile < TILES; tile++) {
-                uint4 x = make_uint4(0, 0, 0, 0);
-                if (first + 8 * tile + lane / 4 < rank) {
-                    rounded_slices(sum[i][0][2 * tile], sum[i][0][2 * tile + 1], x.x, x.y);
-                    rounded_slices(sum[i][1][2 * tile], sum[i][1][2 * tile + 1], x.z, x.w);
-                }
-                if (exists(i)) u.operands[first / 8 + tile][block(i)][lane] = x;
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int column = lane / 4 + e / 2 * 8;
+                if (e / 2 < TILES && column < rank && exists(i))
+                    u.of[column][16 * block(i) + value_at(half, e % 2)] = sum[i][half][e] + rest[i][half][e];
             }
-    } else {
-#pragma unroll
-        for (int i = 0; i < OWN_BLOCKS; i++)
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const int column = first + lane / 4 + e / 2 * 8;
-                    if (e / 2 < TILES && column < rank && exists(i))
-                        u.of[column][16 * block(i) + value_at(half, e % 2)] = sum[i][half][e] + rest[i][half][e];
-                }
-    }
 }
 DEVICE void sketch_columns(Columns& u, const Basis& basis, StateStage* rows, int group, int member, int rank) {
-    for (int first = 0; first < rank; first += 16)
-        if (rank - first > 8) sketch_tiles<2>(u, basis, rows, group, member, first, rank);
-        else sketch_tiles<1>(u, basis, rows, group, member, first, rank);
+    if (RANK_MAX > 8 && rank > 8) sketch_tiles<BASIS_TILES>(u, basis, rows, group, member, rank);
+    else sketch_tiles<1>(u, basis, rows, group, member, rank);
 }
 
 // Stores a row block of U in the packed sketch.
@@ -122,9 +91,7 @@ DEVICE void store_columns(const Columns& u, int block, sketch_t* packed, int ran
     const int lane = threadIdx.x % 32, row = 16 * block + lane % 8 * 2;
     for (int g = lane / 8; g < rank; g += 4) {
         Packed<SKETCH, 2> pair;
-        if constexpr (SLICED)
-            pair.word[0] = u.leading(g, block, row % 16) | u.leading(g, block, row % 16 + 1) << 16;
-        else pair.set({u.of[g][row], u.of[g][row + 1]});
+        pair.set({u.of[g][row], u.of[g][row + 1]});
         pair.store(packed + g * V + (row ^ swizzle(g)));
     }
 }
@@ -152,12 +119,12 @@ DEVICE void store_column_codes(const Columns& u, sketch_t* packed, int rank, flo
     }
 }
 
-// sums.parts[group] = columns [first, first + count) of U, at most 8 TILES, times the group's rows of the state, in the
-// channels of warp `member`. For bf16 maps the state is rounded to bf16. All columns are multiplied by the same rounded
+// sums.parts[group] = `count` columns of U, at most 8 TILES, times the group's rows of the state, in the channels of
+// warp `member`. For bf16 maps the state is rounded to bf16. All columns are multiplied by the same rounded
 // matrix, so the solve does not amplify the rounding.
 template <int TILES, class Then>
-DEVICE void state_product_tiles(Sums& sums, const Columns& columns, StateStage* rows, int group, int member, int first,
-                                int count, Then then) {
+DEVICE void state_product_tiles(Sums& sums, const Columns& columns, StateStage* rows, int group, int member, int count,
+                                Then then) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     // Rows 0 to 7 of the operand are the first slices of 8 columns of U, rows 8 to 15 the second slices: one product
     // for both. The operand's columns 2c + e are value rows value_at(0, e); columns 8 further are value_at(1, e).
@@ -168,13 +135,9 @@ DEVICE void state_product_tiles(Sums& sums, const Columns& columns, StateStage* 
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
             u32(&x)[4] = a[tile];
-            if constexpr (SLICED) {
-                columns.operand(x, first / 8 + tile, i);
-                continue;
-            }
             x[0] = x[1] = x[2] = x[3] = 0;
             if (8 * tile + r < count) {
-                const float* const u = &columns.of[first + 8 * tile + r][16 * i + value_at(0, 0)];
+                const float* const u = &columns.of[8 * tile + r][16 * i + value_at(0, 0)];
                 slices<2>(u[0], u[PART_ROWS], &x[0], 1);
                 slices<2>(u[PART_ROWS / 2], u[PART_ROWS + PART_ROWS / 2], &x[2], 1);
             }
@@ -224,24 +187,14 @@ DEVICE void state_product_tiles(Sums& sums, const Columns& columns, StateStage* 
             const float(&x)[2][4] = sum[own][tile];
             const float4 product =
                 make_float4(x[0][0] + x[0][2], x[0][1] + x[0][3], x[1][0] + x[1][2], x[1][1] + x[1][3]);
-            // SLICED: rows past the rank are stored, too, as zeros (FINITE_PAST_RANK).
-            if ((SLICED ? first + 8 * tile + r < Sums::ROWS : 8 * tile + r < count) && step < STEPS)
-                *reinterpret_cast<float4*>(sums.at(group, first + 8 * tile + r, 16 * step + 4 * c)) = product;
+            if (8 * tile + r < count && step < STEPS)
+                *reinterpret_cast<float4*>(sums.at(group, 8 * tile + r, 16 * step + 4 * c)) = product;
         }
 }
 template <class Then>
 DEVICE void state_products(Sums& sums, const Columns& u, StateStage* rows, int group, int member, int count,
                            Then then) {
-    if constexpr (PRODUCT_COLUMNS <= 8) {
-        state_product_tiles<1>(sums, u, rows, group, member, 0, count, then);
-    } else {
-        for (int first = 0; first < count; first += 16) {
-            auto last = [&](int block) {
-                if (first + 16 >= count) then(block);
-            };
-            if (count - first > 8)
-                state_product_tiles<2>(sums, u, rows, group, member, first, count - first, last);
-            else state_product_tiles<1>(sums, u, rows, group, member, first, count - first, last);
-        }
-    }
+    constexpr int TILES = PRODUCT_COLUMNS > 8 ? 2 : 1;
+    if (TILES > 1 && count > 8) state_product_tiles<TILES>(sums, u, rows, group, member, count, then);
+    else state_product_tiles<1>(sums, u, rows, group, member, count, then);
 }

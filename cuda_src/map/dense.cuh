@@ -1,5 +1,4 @@
-// Dense map (ridge) of at most 16 columns, from exact blocks, by one warp: (U^T U / mu + ridge I)^-1 (S U)^T /
-// mu.
+// Dense map (ridge), from exact blocks, by one warp: (U^T U / mu + ridge I)^-1 (S U)^T / mu.
 //
 // In codes the split form is stored: Q = U (W / sqrt(mu))^T and B = (W / sqrt(mu)) (S U)^T, whose product is U times
 // the map.
@@ -227,12 +226,12 @@ DEVICE void store_tiles(SketchMemory& m, Sums& sums, SketchBarriers& barriers, s
                         float ridge, float factor, int sketch_n, Wait wait_sums) {
     gram_of_tiles<TILES>(m, rank, mu, ridge, [&] {
         if (!CODED) barriers.columns_empty[0].arrive();
-        if (EPILOGUE_TEAMS > 1 && sketch_n > 0) barriers.gram_empty.wait(sketch_n - 1);
+        if (EPILOGUE_WARPS > 1 && sketch_n > 0) barriers.gram_empty.wait(sketch_n - 1);
     });
     eliminate_tiles<TILES>(m, rsqrtf(mu), ridge);
     wait_sums();
     auto w_is_read = [&] {
-        if (EPILOGUE_TEAMS > 1) barriers.gram_empty.arrive();
+        if (EPILOGUE_WARPS > 1) barriers.gram_empty.arrive();
     };
     if constexpr (CODED) {
         split_tiles<TILES>(m, sums, packed, rank, factor, w_is_read, [&] { barriers.columns_empty[0].arrive(); });
@@ -242,9 +241,9 @@ DEVICE void store_tiles(SketchMemory& m, Sums& sums, SketchBarriers& barriers, s
 }
 
 template <class Wait>
-DEVICE void store_dense_by_warp(const Team<1>&, SketchMemory& m, Sums& sums, SketchBarriers& barriers, sketch_t* packed,
-                                int rank, float mu, float ridge, float factor, int sketch_n, Wait wait_sums) {
+DEVICE void store_dense(SketchMemory& m, Sums& sums, SketchBarriers& barriers, sketch_t* packed, int rank, float mu,
+                        float ridge, float factor, int sketch_n, Wait wait_sums) {
     if (RANK_MAX > 8 && rank > 8)
-        store_tiles<RANK_MAX <= 8 ? 1 : 2>(m, sums, barriers, packed, rank, mu, ridge, factor, sketch_n, wait_sums);
+        store_tiles<BASIS_TILES>(m, sums, barriers, packed, rank, mu, ridge, factor, sketch_n, wait_sums);
     else store_tiles<1>(m, sums, barriers, packed, rank, mu, ridge, factor, sketch_n, wait_sums);
 }

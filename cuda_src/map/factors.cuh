@@ -22,16 +22,6 @@ DEVICE void dots_of_columns(ColumnDots& to, const Columns& u, int rank) {
         multiply_first_columns<2, 1>(u, rank, dots, squares);
         put(r, dots[0][0], dots[0][1], squares[0]), put(8 + r, dots[0][2], dots[0][3], squares[1]);
     }
-#pragma unroll 1
-    for (int i = 16; RANK_MAX > 16 && i < rank; i += 16) {
-        float dots[4], squares[2] = {};
-        multiply_columns<1>(u, rank, i, 0, dots, [&](const float(&upper)[4], const float(&lower)[4]) {
-#pragma unroll
-            for (int n = 0; n < 4; n++) squares[0] += upper[n] * upper[n], squares[1] += lower[n] * lower[n];
-        });
-        squares[0] = group_sum<4>(squares[0]), squares[1] = group_sum<4>(squares[1]);
-        put(i + r, dots[0], dots[1], squares[0]), put(i + 8 + r, dots[2], dots[3], squares[1]);
-    }
     __syncwarp();
 }
 
@@ -56,10 +46,9 @@ DEVICE void store_factors(ColumnDots& dots, const Sums& sums, const Columns& u, 
     columns_empty.arrive();
     wait_sums();
 
-    constexpr int EACH = (RANK_MAX + 31) / 32;  // a lane's columns of U
-    float r[PIVOTS][PIVOTS], inverse[PIVOTS];   // R above its diagonal, and the inverse of its diagonal
-    float image[PIVOTS][MINE];                  // S U_p, then B
-    float low[EACH][PIVOTS], residual[EACH];    // U^T U_p, then L; the residual's diagonal
+    float r[PIVOTS][PIVOTS], inverse[PIVOTS];  // R above its diagonal, and the inverse of its diagonal
+    float image[PIVOTS][MINE];                 // S U_p, then B
+    float low[PIVOTS], residual;               // of column `lane`: U^T U_p, then L; the residual's diagonal
 #pragma unroll
     for (int i = 0; i < PIVOTS; i++) {
 #pragma unroll
@@ -69,12 +58,8 @@ DEVICE void store_factors(ColumnDots& dots, const Sums& sums, const Columns& u, 
         for (int j = 0; j <= i; j++) r[j][i] = i < p ? dots[i][j] : 0.f;
     }
 #pragma unroll
-    for (int e = 0; e < EACH; e++) {
-        const int g = lane + 32 * e;
-#pragma unroll
-        for (int i = 0; i < PIVOTS; i++) low[e][i] = g < rank ? dots[g][i] : 0.f;
-        residual[e] = g < rank ? dots[g][PIVOTS] / mu : 0.f;
-    }
+    for (int i = 0; i < PIVOTS; i++) low[i] = lane < rank ? dots[lane][i] : 0.f;
+    residual = lane < rank ? dots[lane][PIVOTS] / mu : 0.f;
     sums_empty.arrive();
 
     float errors[PIVOTS];  // relative, of the pivots' squares
@@ -120,27 +105,23 @@ DEVICE void store_factors(ColumnDots& dots, const Sums& sums, const Columns& u, 
 
     constexpr int TRIANGLE = PIVOTS * (PIVOTS + 1) / 2, CHUNKS = (TRIANGLE + 15) / 16;
     float products[CHUNKS][16] = {};  // lower triangle of L^T D^-1 L, by rows
-    float scaled[EACH][PIVOTS];   // D^-1 L
+    float scaled[PIVOTS];  // D^-1 L
+    substitute([&](int i) -> float& { return low[i]; });
 #pragma unroll
-    for (int e = 0; e < EACH; e++) {
-        const int g = lane + 32 * e;
-        substitute([&](int i) -> float& { return low[e][i]; });
+    for (int i = 0; i < PIVOTS; i++) {
+        low[i] *= root;
+        residual -= low[i] * low[i];
+    }
+    residual = PRIOR ? missed : fmaxf(residual, 0.f);
+    const float over = 1.f / (residual + ridge);
+    if (lane < rank) small.w[lane] = narrow<SMALL>(residual * over);
 #pragma unroll
-        for (int i = 0; i < PIVOTS; i++) {
-            low[e][i] *= root;
-            residual[e] -= low[e][i] * low[e][i];
-        }
-        residual[e] = PRIOR ? missed : fmaxf(residual[e], 0.f);
-        const float over = 1.f / (residual[e] + ridge);
-        if (g < rank) small.w[g] = narrow<SMALL>(residual[e] * over);
+    for (int i = 0; i < PIVOTS; i++) {
+        scaled[i] = low[i] * over;
 #pragma unroll
-        for (int i = 0; i < PIVOTS; i++) {
-            scaled[e][i] = low[e][i] * over;
-#pragma unroll
-            for (int j = 0; j <= i; j++) {
-                const int at = i * (i + 1) / 2 + j;
-                products[at / 16][at % 16] += low[e][i] * scaled[e][j];
-            }
+        for (int j = 0; j <= i; j++) {
+            const int at = i * (i + 1) / 2 + j;
+            products[at / 16][at % 16] = low[i] * scaled[j];
         }
     }
     float total[CHUNKS];
@@ -149,10 +130,8 @@ DEVICE void store_factors(ColumnDots& dots, const Sums& sums, const Columns& u, 
 
     // B~ = B - Pi Diag(w) L, with Diag(w) L in `dots`. The next projection rows are loaded meanwhile.
 #pragma unroll
-    for (int e = 0; e < EACH; e++)
-#pragma unroll
-        for (int i = 0; i < PIVOTS; i++)
-            if (lane + 32 * e < rank) dots[lane + 32 * e][i] = residual[e] * scaled[e][i];
+    for (int i = 0; i < PIVOTS; i++)
+        if (lane < rank) dots[lane][i] = residual * scaled[i];
     __syncwarp();
 #pragma unroll 1
     for (int first = 0; first < rank; first += AHEAD)
@@ -201,22 +180,18 @@ DEVICE void store_factors(ColumnDots& dots, const Sums& sums, const Columns& u, 
             l[i][j] = i == j ? rsqrtf(x) : x * l[j][j];
         }
 #pragma unroll
-    for (int e = 0; e < EACH; e++) {  // F = D^-1 L (I + L^T D^-1 L)^-1
-        float(&x)[PIVOTS] = scaled[e];
+    for (int i = 0; i < PIVOTS; i++) {  // F = D^-1 L (I + L^T D^-1 L)^-1
 #pragma unroll
-        for (int i = 0; i < PIVOTS; i++) {
-#pragma unroll
-            for (int j = 0; j < i; j++) x[i] -= l[i][j] * x[j];
-            x[i] *= l[i][i];
-        }
-#pragma unroll
-        for (int i = PIVOTS - 1; i >= 0; i--) {
-#pragma unroll
-            for (int j = i + 1; j < PIVOTS; j++) x[i] -= l[j][i] * x[j];
-            x[i] *= l[i][i];
-        }
-#pragma unroll
-        for (int i = 0; i < PIVOTS; i++)
-            if (i < p && lane + 32 * e < rank) small.f[(lane + 32 * e) * p + i] = narrow<SMALL>(x[i]);
+        for (int j = 0; j < i; j++) scaled[i] -= l[i][j] * scaled[j];
+        scaled[i] *= l[i][i];
     }
+#pragma unroll
+    for (int i = PIVOTS - 1; i >= 0; i--) {
+#pragma unroll
+        for (int j = i + 1; j < PIVOTS; j++) scaled[i] -= l[j][i] * scaled[j];
+        scaled[i] *= l[i][i];
+    }
+#pragma unroll
+    for (int i = 0; i < PIVOTS; i++)
+        if (i < p && lane < rank) small.f[lane * p + i] = narrow<SMALL>(scaled[i]);
 }

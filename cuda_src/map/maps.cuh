@@ -14,15 +14,13 @@
 #include "map/sums.cuh"
 #if MAP == FACTORS
 #include "map/factors.cuh"
-#elif MAP == DENSE && RANK_MAX <= 16
-#include "map/dense.cuh"
 #elif MAP == DENSE
-#include "map/blocks.cuh"
+#include "map/dense.cuh"
 #endif
 
 // A warp's part of one head's sketch, as warp `member` of a group. `rows`: all row blocks of the state. `sketch_n`
-// counts the block's sketches. `then(block)` is called for each row block that the warp no longer needs; with
-// FOLD_WARPS_SKETCH once, when the group no longer needs the warp's row block.
+// counts the block's sketches. `then(block)` is called for each row block that the warp no longer needs; with RAW_KEYS
+// once, when the group no longer needs the warp's row block.
 //
 // Waits for: columns_empty, sums_empty, basis.full; columns_full or group_sync (U of the whole group is stored);
 // sums_full of the sketch before (see below). Signals: columns_full, sums_full, columns_stored, group_sync.
@@ -34,8 +32,8 @@ DEVICE void sketch_head(SketchMemory& m, SketchBarriers& barriers, StateStage* r
     Columns& u = m.columns[sketch_n % COLUMN_STAGES];
     if (sketch_n >= COLUMN_STAGES) barriers.columns_empty[sketch_n % COLUMN_STAGES].wait(sketch_n / COLUMN_STAGES - 1);
     // An epilogue warp may read U while other warps still multiply by it.
-    if (COLUMN_STAGES == 1 && PRODUCT_COLUMNS > 0 && !FOLD_WARPS_SKETCH && sketch_n > 0)
-        barriers.sums_full[(sketch_n - 1) % SketchBarriers::PHASES].wait((sketch_n - 1) / SketchBarriers::PHASES);
+    if (COLUMN_STAGES == 1 && PRODUCT_COLUMNS > 0 && !RAW_KEYS && sketch_n > 0)
+        barriers.sums_full[(sketch_n - 1) % EPILOGUE_WARPS].wait((sketch_n - 1) / EPILOGUE_WARPS);
     m.basis.full.wait(sketch_n);
     sketch_columns(u, m.basis, rows, group, member, rank);
 #pragma unroll
@@ -43,23 +41,23 @@ DEVICE void sketch_head(SketchMemory& m, SketchBarriers& barriers, StateStage* r
         const int block = group * GROUP_BLOCKS + member + i * GROUP_WARPS;
         if (lane == 0 && block < ROW_BLOCKS) u.norms[block] = rows[block].norm;
     }
-    barriers.columns_full[sketch_n % EPILOGUE_TEAMS].arrive();
+    barriers.columns_full[sketch_n % EPILOGUE_WARPS].arrive();
     [[maybe_unused]] bool extreme = false;
     if constexpr (PRODUCT_COLUMNS > 0) {
-        if (SKETCH_GROUPS == 1) barriers.columns_full[sketch_n % EPILOGUE_TEAMS].wait(sketch_n / EPILOGUE_TEAMS);
+        if (SKETCH_GROUPS == 1) barriers.columns_full[sketch_n % EPILOGUE_WARPS].wait(sketch_n / EPILOGUE_WARPS);
         else group_sync.arrive(), group_sync.wait(2 * sketch_n);
         extreme = u.extreme<GROUP_BLOCKS>(group * GROUP_BLOCKS);
         if (extreme) scale_group(u, group, member, packed, rank);
         if (sketch_n >= SUM_STAGES) barriers.sums_empty[sketch_n % SUM_STAGES].wait(sketch_n / SUM_STAGES - 1);
         state_products(m.sums[sketch_n % SUM_STAGES], u, rows, group, member, MAP == FACTORS ? pivots_of(rank) : rank,
                       [&](int block) {
-                          if (!FOLD_WARPS_SKETCH) then(block);
+                          if (!RAW_KEYS) then(block);
                       });
     }
-    if (PRODUCT_COLUMNS > 0) barriers.sums_full[sketch_n % SketchBarriers::PHASES].arrive();
-    if (FOLD_WARPS_SKETCH && PRODUCT_COLUMNS > 0)
+    if (PRODUCT_COLUMNS > 0) barriers.sums_full[sketch_n % EPILOGUE_WARPS].arrive();
+    if (RAW_KEYS && PRODUCT_COLUMNS > 0)
         group_sync.arrive(), group_sync.wait(SKETCH_GROUPS == 1 ? sketch_n : 2 * sketch_n + 1);
-    if (FOLD_WARPS_SKETCH || PRODUCT_COLUMNS == 0) release_rows(member, then);
+    if (RAW_KEYS || PRODUCT_COLUMNS == 0) release_rows(member, then);
     if constexpr (!EPILOGUE_STORES) {
 #pragma unroll 1
         for (int i = member; i < GROUP_BLOCKS && !extreme; i += GROUP_WARPS)
@@ -71,13 +69,13 @@ DEVICE void sketch_head(SketchMemory& m, SketchBarriers& barriers, StateStage* r
 }
 
 // One epilogue warp's part of one head's sketch. Calls `then` when the basis has been used. Waits for: columns_full,
-// sums_full; columns_stored if the state is extreme; gram_empty (dense maps of two epilogue teams). Signals:
+// sums_full; columns_stored if the state is extreme; gram_empty (dense maps, two epilogue warps). Signals:
 // columns_empty, sums_empty, gram_empty.
-template <int SIZE, class Then>
-DEVICE void finish_sketch(const Team<SIZE>& team, SketchMemory& m, SketchBarriers& barriers,
-                          [[maybe_unused]] sketch_t* packed, [[maybe_unused]] const projection_t* projection, int rank,
-                          [[maybe_unused]] float ridge, int sketch_n, Then then) {
-    barriers.columns_full[sketch_n % EPILOGUE_TEAMS].wait(sketch_n / EPILOGUE_TEAMS);
+template <class Then>
+DEVICE void finish_sketch(SketchMemory& m, SketchBarriers& barriers, [[maybe_unused]] sketch_t* packed,
+                          [[maybe_unused]] const projection_t* projection, int rank, [[maybe_unused]] float ridge,
+                          int sketch_n, Then then) {
+    barriers.columns_full[sketch_n % EPILOGUE_WARPS].wait(sketch_n / EPILOGUE_WARPS);
     then();
     [[maybe_unused]] Columns& u = m.columns[sketch_n % COLUMN_STAGES];
     [[maybe_unused]] WarpMbarrier& columns_empty = barriers.columns_empty[sketch_n % COLUMN_STAGES];
@@ -87,14 +85,12 @@ DEVICE void finish_sketch(const Team<SIZE>& team, SketchMemory& m, SketchBarrier
     columns_empty.arrive();
 #else
     Sums& sums = m.sums[sketch_n % SUM_STAGES];
-    constexpr int PHASES = SketchBarriers::PHASES;
-    auto wait_sums = [&] { barriers.sums_full[sketch_n % PHASES].wait(sketch_n / PHASES); };
+    auto wait_sums = [&] { barriers.sums_full[sketch_n % EPILOGUE_WARPS].wait(sketch_n / EPILOGUE_WARPS); };
     float power = 1;
     if (u.extreme<ROW_BLOCKS>(0)) {
         wait_sums();
         if (STORED_BARRIER) barriers.columns_stored.wait(sketch_n);
-        power = team.member == 0 ? scale_sketch(u, sums, packed, rank) : u.power<ROW_BLOCKS>(0);
-        if (SIZE > 1) team.sync();
+        power = scale_sketch(u, sums, packed, rank);
     } else if constexpr (EPILOGUE_STORES && !CODED) {
         store_columns(u, packed, rank);
     }
@@ -103,11 +99,10 @@ DEVICE void finish_sketch(const Team<SIZE>& team, SketchMemory& m, SketchBarrier
     const float mu = fmaxf(squares, LEAST_ORDINARY * LEAST_ORDINARY) / K;  // the lower bound is for states of zeros
 #if MAP == FACTORS
     if constexpr (CODED) store_column_codes(u, packed, rank, factor);
-    store_factors(m.dots[sketch_n % EPILOGUE_TEAMS], sums, u, columns_empty, barriers.sums_empty[sketch_n % SUM_STAGES],
+    store_factors(m.dots[sketch_n % EPILOGUE_WARPS], sums, u, columns_empty, barriers.sums_empty[sketch_n % SUM_STAGES],
                   packed, projection, rank, mu, ridge, wait_sums);
 #else
-    if constexpr (HIGH_RANKS) store_dense_by_team(team, m, sums, barriers, packed, rank, mu, ridge, factor, wait_sums);
-    else store_dense_by_warp(team, m, sums, barriers, packed, rank, mu, ridge, factor, sketch_n, wait_sums);
+    store_dense(m, sums, barriers, packed, rank, mu, ridge, factor, sketch_n, wait_sums);
     barriers.sums_empty[sketch_n % SUM_STAGES].arrive();
 #endif
 #endif

@@ -23,35 +23,6 @@ template <int N> DEVICE void sum_parts(const Sums& sums, int i, int channel, flo
     }
 }
 
-// Products of columns i to i + 15 of U with columns j to j + 7, in accumulator order. Products past the rank are zeros.
-// SUMS (1 or 2): independent sums, which are added at the end. Calls `visit(upper, lower)` with the lane's channels of
-// columns i + r and i + 8 + r, step by step.
-template <int SUMS, class Visit>
-DEVICE void multiply_columns(const Columns& u, int rank, int i, int j, float (&dots)[4], const Visit& visit) {
-    const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
-    float sum[SUMS][4] = {}, rest[SUMS][4] = {};
-    auto load = [&](float (&x)[4], int g, int step) {
-        x[0] = x[1] = x[2] = x[3] = 0;
-        if (g < rank) load_floats(x, &u.of[g][16 * step + 4 * c]);
-    };
-#pragma unroll 2
-    for (int step = 0; step < V / 16; step++) {
-        float upper[4], lower[4], other[4];
-        load(upper, i + r, step), load(lower, i + 8 + r, step), load(other, j + r, step);
-        LeftOperand columns;
-        columns.set(0, upper), columns.set(1, lower);
-#pragma unroll
-        for (int n = 0; n < 2; n++)
-            columns.multiply<false, false>(n, sum[n % SUMS], rest[n % SUMS], other[2 * n], other[2 * n + 1]);
-        visit(upper, lower);
-    }
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-        dots[e] = sum[0][e] + rest[0][e];
-        if constexpr (SUMS > 1) dots[e] += sum[1][e] + rest[1][e];
-    }
-}
-
 // Products of the first 8 TILES columns with the first 8 RIGHT columns; squares of columns 8 tile + r, in all four
 // lanes of r.
 template <int TILES, int RIGHT>

@@ -8,7 +8,7 @@ from recurrence import Recorder
 from torch.nn import functional as F
 
 import sketchssm as ss
-from sketchssm.cuda import common_rank
+from sketchssm.cuda import MAX_RANK
 from sketchssm.layer.recurrence import Tokens
 from sketchssm.study.evaluate.baselines import (
     key_reduced_systems,
@@ -87,8 +87,8 @@ def calibrate(model, ids, window=16, rank_max=None, joint=False, questions=None)
     window : int
         Tokens from one flush to the next.
     rank_max : int, optional
-        Largest rank to score, at most min(K, V); a head that needs more reads its full state. Default: a rank that
-        fits the CUDA kernels.
+        Largest rank to score, at most min(K, V); a head that needs more reads its full state. Default: 16, the most
+        that backend "cuda" takes.
     joint : bool
         Score ranks with residuals too.
     questions : Prompts, optional
@@ -116,7 +116,7 @@ def calibrate(model, ids, window=16, rank_max=None, joint=False, questions=None)
         moments = ss.Moments(layer, window=window)
         moments.update(*tokens)
         basis = ss.fit_basis(moments)
-        scores = ss.RankScores(basis, rank_max=min(rank_max or common_rank(layer, window), basis.rank_max))
+        scores = ss.RankScores(basis, rank_max=min(rank_max or MAX_RANK, basis.rank_max))
         residual = ss.JointScores(basis) if joint else None
         answers = ss.JointScores(basis) if joint and questions is not None else None
         found[place] = Calibration(layer, tokens, basis, scores, residual, answers)

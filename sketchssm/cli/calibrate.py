@@ -90,7 +90,7 @@ def _from_traces(
     )
     from sketchssm.calibrate.traces import Traces, named_errors
     from sketchssm.cli.output import save_plans
-    from sketchssm.cuda import common_rank
+    from sketchssm.cuda import MAX_RANK
     from sketchssm.plans.model_plans import AllocationSummary
 
     chosen = settings.map, settings.sketch_dtype, settings.residual_bits, settings.method
@@ -101,7 +101,7 @@ def _from_traces(
             step(f"calibrating {path.name}")
             recorded = Traces.load(path)
             with named_errors(recorded):
-                most = rank_max or common_rank(recorded.layer, settings.window)
+                most = rank_max or min(MAX_RANK, recorded.layer.key_dim, recorded.layer.value_dim)
                 layers.append(calibrate(recorded, settings.window, most))
     bases = [layer.basis for layer in layers]
     if bits and settings.method != "uniform":

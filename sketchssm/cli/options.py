@@ -100,9 +100,7 @@ backend = click.option(
     help="Backend of the heads.",
 )
 seed = click.option("--seed", type=int, default=0, help="Seed of random bases and inputs.")
-rank_max = click.option(
-    "--rank-max", type=COUNT, help="Largest rank of a head.  [default: a rank that fits the CUDA kernels]"
-)
+rank_max = click.option("--rank-max", type=COUNT, help="Largest rank of a head.  [default: 16, the most on CUDA]")
 pivots = click.option("--pivots", type=COUNT, help="Pivot count of lowrank and prior.  [default: the map's own]")
 trace_files = click.argument("traces", nargs=-1, type=OLD_FILE)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -12,14 +11,7 @@ from sketchssm.cli.options import COUNT, NEW_FILE, NUMBERS, PATH, POSITIVE, Comm
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.formats import SketchFormat
 
-if TYPE_CHECKING:
-    from sketchssm.calibrate.traces import Traces
-
 __all__ = ["command"]
-
-FAST_RANKS = (24, 16)
-"""Largest ranks below which CUDA flushes are faster: smaller teams of epilogue warps, and more blocks on a
-multiprocessor (`EPILOGUE_TEAM` and `BLOCKS` in ``flush/config.cuh``)."""
 
 
 def _map(text: str) -> CoefficientMap:
@@ -30,12 +22,6 @@ def _map(text: str) -> CoefficientMap:
     except ValueError as error:
         raise ValueError(f"expected a number after {name}:, got {ridge!r}") from error
     return CoefficientMap(name, ridge=value)
-
-
-def _rank_maxes(layers: list[Traces], time_on: str | None) -> tuple[int | None, ...]:
-    """The largest ranks to try by default: limits pay only in times on CUDA."""
-    most = max(min(own.layer.key_dim, own.layer.value_dim) for own in layers)
-    return None, *(rank for rank in FAST_RANKS if rank < most and time_on == "cuda")
 
 
 def _needs_traces(context: click.Context, param: click.Parameter, value: str | None) -> None:
@@ -76,8 +62,7 @@ def _needs_traces(context: click.Context, param: click.Parameter, value: str | N
 @click.option(
     "--rank-max",
     type=NUMBERS,
-    help="Largest ranks of a head to try.  [default: a rank that fits the CUDA kernels; with --time-on cuda also "
-    "24 and 16]",
+    help="Largest ranks of a head to try.  [default: 16, the most on CUDA]",
 )
 @click.option(
     "--time-on",
@@ -139,7 +124,7 @@ def command(
         **chosen,
         sketch_dtypes=sketch_dtypes,
         windows=windows,
-        rank_maxes=rank_max or _rank_maxes(layers, time_on),
+        rank_maxes=rank_max or (None,),
     )
     times = None if time_on is None else StepTimes(time_on, batch)
     unmet = None

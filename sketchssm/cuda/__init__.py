@@ -7,15 +7,12 @@ import warnings
 from functools import cache
 from typing import Any
 
-from sketchssm.layer.recurrence import Layer
+from sketchssm.cuda.constants import MAX_RANK
 
-__all__ = ["common_rank", "load_layer_inputs", "missing"]
+__all__ = ["MAX_RANK", "load_layer_inputs", "missing"]
 
 DRIVER = 12000
 """First version of the driver that has launches with attributes."""
-
-COMMON_RANKS = {False: (70, 61), True: (61, 56)}
-"""Ranks of `common_rank` at K = V = 128, with windows of up to 16 and of 32, without and with channel decays."""
 
 
 @cache
@@ -44,27 +41,6 @@ def missing() -> str:
             )
     except Exception as error:  # a broken installation fails in many ways
         return f"CuPy does not work: {error}"
-
-
-def common_rank(layer: Layer, window: int) -> int:
-    """A large rank for which the kernels have room on devices with 227 KB of shared memory (H100, H200, B200).
-
-    Calibrations take it as the default of `rank_max`, so that a plan made on any machine runs on these devices.
-
-    Parameters
-    ----------
-    layer : Layer
-        Kind and shape.
-    window : int
-        Tokens from one flush to the next.
-
-    Returns
-    -------
-    int
-        Columns for which flushes of `ridge` in 16 or 8 bits have room, at most min(K, V).
-    """
-    short, long = COMMON_RANKS[layer.channel_decays]
-    return min(short if window <= 16 else long, layer.key_dim, layer.value_dim)
 
 
 def load_layer_inputs(device: int, heads: int, dim: int, types: tuple[str, ...]) -> tuple[Any, Any]:

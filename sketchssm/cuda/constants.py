@@ -5,7 +5,7 @@ from __future__ import annotations
 from sketchssm.cuda.kernel_parameters import macros
 from sketchssm.layer import slots
 
-__all__ = ["header"]
+__all__ = ["MAX_RANK", "header"]
 
 TYPES = {"bfloat16": 0, "float16": 1, "float32": 2, "int8": 3}
 """Types of elements; int8 are codes of sketches."""
@@ -31,6 +31,9 @@ ALIGN = 128
 KERNEL_PIVOTS = 8
 """Most pivots of a map."""
 
+MAX_RANK = 16
+"""Largest rank of a head with a sketch."""
+
 STATIC_SHARED = 128
 """Bytes reserved for statically declared shared memory, of which kernels use at most 96."""
 
@@ -45,7 +48,7 @@ def header() -> str:
     numbers = {_ELEMENTS[name]: number for name, number in TYPES.items()}
     numbers |= {"STEP": STEP, "FOLD": FOLD, "LOAD": LOAD, "DRAFT": DRAFT, "WIDE": WIDE, "COUNTED": COUNTED}
     numbers |= {"MAX_ROWS": MAX_ROWS, "STANDARD_WARPS": STANDARD_WARPS, "ALIGN": ALIGN}
-    numbers |= {"KERNEL_PIVOTS": KERNEL_PIVOTS, "STATIC_SHARED": STATIC_SHARED}
+    numbers |= {"KERNEL_PIVOTS": KERNEL_PIVOTS, "STATIC_SHARED": STATIC_SHARED, "MAX_RANK": MAX_RANK}
     numbers |= {"POSITION": slots.POSITION, "DUE": slots.DUE}
     numbers |= {"DRAFTED_SHIFT": slots.DRAFTED_SHIFT, "MAX_DRAFTS": slots.MAX_DRAFTS}
     forms = [f"#define {name.upper()} {number}" for name, number in MAPS.items()]

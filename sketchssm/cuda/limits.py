@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sketchssm.cuda.constants import KERNEL_PIVOTS, STATIC_SHARED
+from sketchssm.cuda.constants import KERNEL_PIVOTS, MAX_RANK, STATIC_SHARED
 from sketchssm.cuda.modules import Variant, load, size_of
 from sketchssm.layer.checks import UnsupportedError
 from sketchssm.layer.recurrence import Layer
@@ -14,11 +14,10 @@ __all__ = ["check_layer", "check_plan", "check_shared", "check_window", "shared_
 
 KEY_DIMS, VALUE_DIMS, WINDOWS = (64, 128), (64, 80, 96, 128), (4, 8, 16, 32)
 MAX_GROUP = 16
-MAX_SUBSPACE_RANK = 16
 SUPPORTED = (
     f"kinds mamba2, gdn and kda, key_dim {KEY_DIMS}, value_dim {VALUE_DIMS}, "
     f"1 to {MAX_GROUP} value heads a key head, window {WINDOWS}, "
-    f"up to {KERNEL_PIVOTS} pivots"
+    f"up to {KERNEL_PIVOTS} pivots, ranks up to {MAX_RANK}"
 )
 
 
@@ -48,10 +47,11 @@ def check_plan(plan: SketchPlan) -> None:
     """Refuse a plan, or a plan's layer, that the kernels do not support."""
     check_layer(plan.layer)
     check_window(plan.window)
-    if plan.map.name == "subspace" and plan.ranks.max() > MAX_SUBSPACE_RANK:
+    head = int(plan.ranks.argmax())
+    if plan.ranks[head] > MAX_RANK:
         raise UnsupportedError(
-            f"ranks: the CUDA kernels have ranks of up to {MAX_SUBSPACE_RANK} with the map 'subspace', got "
-            f"{plan.ranks.max()}"
+            f"ranks: expected at most {MAX_RANK} on backend 'cuda', got {plan.ranks[head]} for head {head} of "
+            f"{plan.layer}; allocate with rank_max={MAX_RANK} or with residual bits, or take backend 'cpu'"
         )
     if (plan.map.pivots or 0) > KERNEL_PIVOTS:
         _refuse("pivots", plan.map.pivots)

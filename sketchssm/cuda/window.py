@@ -94,7 +94,7 @@ class WindowEngine:
         raw_keys = constants["ACT"] == TYPES["bfloat16"] and not layer.channel_decays  # RAW_KEYS in flush/config.cuh
         blocks = blocks_per_multiprocessor(layer, raw_keys, constants["MAP"] == MAPS["dense"])
         pace = read_pace(cupy.cuda.Device().attributes)
-        read, flush = constants | {"PACE": pace}, constants | {"PRIOR": prior, "MIN_BLOCKS": blocks}
+        read, flush = constants | {"PACE": pace}, constants | {"PRIOR": prior, "BLOCKS": blocks}
         if not packed.adapts:
             return [Variant("read", read), Variant("flush", flush)]
         flush = {name: number for name, number in flush.items() if name != "RESIDUAL"} | {"MAP": MAPS["subspace"]}
@@ -267,4 +267,5 @@ class SketchEngine(WindowEngine):
     @staticmethod
     def parts_of(plan: SketchPlan, sketch_dtype: str, options: EngineOptions) -> tuple[SlotPart, ...]:
         """Parts of a slot; see `sketchssm.heads.engine.ExactEngine`."""
+        check_plan(plan)
         return slot_parts(plan.layer, options, plan.window, pack_plan(plan, sketch_dtype))

@@ -26,7 +26,7 @@ from sketchssm.calibrate.plans import (
     residual_settings,
 )
 from sketchssm.calibrate.scores import RankScores
-from sketchssm.cuda import common_rank
+from sketchssm.cuda import MAX_RANK
 from sketchssm.layer.checks import check_items, check_size
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.recurrence import Tokens, check_choice, check_window
@@ -110,9 +110,8 @@ def calibrate(
         `sketchssm.allocate_joint`, which has no "sensitivity". "gradient" and "sensitivity" use gradients of the
         summed next-token cross-entropy by the layers' outputs. Default: "gradient".
     rank_max : int, optional
-        Largest rank to score, where a layer has as many. A head that needs more reads its full state. Default: a rank
-        for which backend "cuda" has room on the H100, H200 and B200 (with windows of up to 16: 61 for kda, 70 for the
-        other kinds). Smaller devices need smaller ranks: see *Limits* on the page of the CUDA backend.
+        Largest rank to score, where a layer has as many. A head that needs more reads its full state. Default: 16,
+        the most that backend "cuda" takes.
     progress : callable, optional
         Called with a label before each row, and before the bases are fitted.
 
@@ -168,8 +167,7 @@ def calibrate(
     bases = {}
     for name, sums in moments.items():
         layer = sums.layer
-        most = rank_max or common_rank(layer, window)
-        bases[name] = fit_basis(sums, min(most, layer.key_dim, layer.value_dim))
+        bases[name] = fit_basis(sums, min(rank_max or MAX_RANK, layer.key_dim, layer.value_dim))
     joint = bool(bits) and method != "uniform"
     every = max(1, sum(row.size // window for row in score) // WINDOWS)
     form: Any = {"bits": bits, "sketch_dtype": sketch_dtype}

@@ -16,6 +16,7 @@ from sketchssm.heads.exact import ExactHead
 from sketchssm.heads.head import check_capacity
 from sketchssm.heads.sketch import SketchHead
 from sketchssm.heads.standard import ReplayHead, StandardHead
+from sketchssm.layer.checks import UnsupportedError
 from sketchssm.plans.model_plans import ModelPlans, load_plans
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.torch import DecodeLayer
@@ -135,7 +136,10 @@ def build_heads(
             if source.layer != layer:
                 raise ValueError(f"plans: expected a plan of {layer} for {name}, got one of {source.layer}")
         with _device_of(found[name].module):
-            heads[name] = kind(source, slots, backend, **settings)
+            try:
+                heads[name] = kind(source, slots, backend, **settings)
+            except UnsupportedError as error:
+                raise UnsupportedError(f"{name}: {error}") from error
             if heads[name].backend == "cuda" and "activation_dtype" not in settings:
                 heads[name].warmup("float32")
     return heads

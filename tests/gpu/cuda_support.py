@@ -179,7 +179,7 @@ LAYERS = {
     "kda-raw": Layer("kda", 3, 128, 128, 3),  # raw gate inputs
     "kda-64-bounded": Layer("kda", 2, 64, 64, 1),
 }
-RANKS = {"mamba2": [5, 1, 17, FULL_STATE, 40, 8], "gdn": [7, FULL_STATE, 16, 2], "kda": [9, 33, 1]}
+RANKS = {"mamba2": [5, 1, 15, FULL_STATE, 16, 8], "gdn": [7, FULL_STATE, 16, 2], "kda": [9, 13, 1]}
 
 
 def with_blocks(engine, blocks):
@@ -327,7 +327,7 @@ def compare_window(device, oracle, start, activation, rng, cupy):
 
 def split_codes(layer, activation, rng):
     """Engine, reference and states of a plan whose split form has distinct codes."""
-    ranks = np.resize([9, 17, 3, 1, 16], layer.heads)
+    ranks = np.resize([9, 15, 3, 1, 16], layer.heads)
     plan = make_plan(layer, ranks, rng, map="ridge", ridge=0.0, sketch_dtype="int8")
     start = separable_states(plan, 3, rng)
     device = SketchEngine(plan, 3, "int8", activation_dtype=activation, output_dtype="float32")

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.arrays.gates import GateInput
+from sketchssm.cuda import MAX_RANK
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT
 from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
@@ -52,11 +53,11 @@ SPREAD = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.6, 2.2)
 Array = npt.NDArray[Any]
 
 
-def spread_ranks(heads: int, mean: int, limit: int) -> npt.NDArray[np.int64]:
+def spread_ranks(heads: int, mean: int, limit: int = MAX_RANK) -> npt.NDArray[np.int64]:
     """Make ranks of at least 1 that differ from head to head as in an allocation.
 
     The mean is exact if `heads` is a multiple of 8 and `limit` allows it. Columns that `limit`, the largest rank,
-    takes from some heads go to the others.
+    takes from some heads go to the others. The default is the largest of backend "cuda".
     """
     eight = np.maximum(np.round(mean * np.array(SPREAD)), 1).astype(np.int64)
     eight[-1] = max(8 * mean - eight[:-1].sum(), 1)

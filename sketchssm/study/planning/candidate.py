@@ -37,9 +37,8 @@ class Candidate:
     window : int, default 16
         Tokens from one flush to the next (W).
     rank_max : int, optional
-        Largest rank of a head, in layers with larger K and V. A head that needs more reads its full state. Default: a
-        rank for which backend "cuda" has room on the H100, H200 and B200, see *Limits* on the page of the CUDA
-        backend.
+        Largest rank of a head, in layers with larger K and V. A head that needs more reads its full state. Default:
+        16, the most that backend "cuda" takes.
 
     Raises
     ------
@@ -83,7 +82,7 @@ def candidates(
     windows : sequence of int, default (16, 32)
         Tokens from one flush to the next.
     rank_maxes : sequence of int or None, default (None,)
-        Limits of a head's rank; None for the default of `Candidate`. The CUDA kernels are fastest up to rank 16.
+        Limits of a head's rank; None for the default of `Candidate`.
 
     Returns
     -------

@@ -11,7 +11,7 @@ from sketchssm.arrays.interop import to_host
 from sketchssm.calibrate.plans import Calibrated, calibrate
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.calibrate.traces import Traces, named_errors
-from sketchssm.cuda import common_rank
+from sketchssm.cuda import MAX_RANK
 from sketchssm.heads.sketch import SketchHead
 from sketchssm.layer.recurrence import Tokens
 from sketchssm.plans.basis import SketchBasis
@@ -42,9 +42,8 @@ class TracedLayer:
 
     def calibrated(self, candidate: Candidate) -> tuple[SketchBasis, RankScores]:
         """Return basis and rank scores for the window and the largest rank of a candidate."""
-        window, layer = candidate.window, self.layer
-        columns = max(common_rank(layer, window), candidate.rank_max or 0)
-        columns = min(columns, self.rank_limit)
+        window = candidate.window
+        columns = min(max(MAX_RANK, candidate.rank_max or 0), self.rank_limit)
         if (window, columns) not in self._calibrated:
             with named_errors(self.traces):
                 self._calibrated[window, columns] = calibrate(self.traces, window, columns)
