@@ -300,7 +300,7 @@ def arguments(given=None):
     add("--questions", type=int, default=16, help="needle prompts of calibration text that score them")
     add("--method", choices=METHODS, help="rank allocation, see sketchssm.allocate_ranks")
     add("--window", type=int, default=16, help="tokens from one flush to the next")
-    add("--rank-max", type=int, help="largest rank of a head (default: a rank that fits the CUDA kernels)")
+    add("--rank-max", type=int, help="largest rank of a head (default: 16, the most on CUDA)")
     add("--calib-rows", type=int, default=9, help="rows of calibration text")
     add("--calib-needles", action="store_true", help="begin every other row with a needle prompt")
     add("--rows", type=int, default=16, help="rows of test text")
