@@ -118,7 +118,6 @@ def command(
     """
     from sketchssm import cuda
     from sketchssm.cli.output import Output
-    from sketchssm.cuda.constants import MAX_RANK
     from sketchssm.study import bench
 
     if backend == "auto":
@@ -151,7 +150,7 @@ def command(
                 chosen,
                 sketch_dtypes,
                 seed,
-                rank_max or (MAX_RANK if device == "cuda" else None),
+                rank_max or (cuda.MAX_RANK if device == "cuda" else None),
                 int(residual_bits),
             )
             for name, window in product(shapes or bench.SHAPES, windows)
