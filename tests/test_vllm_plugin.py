@@ -18,6 +18,8 @@ class PluggableLayer:
 
 
 class KimiGatedDeltaNetAttention(PluggableLayer):
+    get_state_shape = None
+
     def _forward(self, one_argument_as_in_later_versions):
         return one_argument_as_in_later_versions
 
@@ -80,7 +82,7 @@ def test_with_settings(vllm, monkeypatch, variable):
         pass
 
     plugin = ModuleType("sketchssm.vllm.plugin")
-    plugin.register = lambda: REGISTRY.update(KimiGatedDeltaNetAttention=Head)
+    plugin.take = lambda cls: REGISTRY.update({cls.__name__: Head})
     monkeypatch.setitem(sys.modules, "sketchssm.vllm.plugin", plugin)
     vllm("0.33.0", {} if variable else {"sketchssm": "replay"})
     RMSNorm()

@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.attention.backends import gdn_attn, mamba_attn
 
-    from sketchssm.vllm import head_layer, layers
+    from sketchssm.vllm import head_layer, layers, registry
 
 from sketchssm.reference.recurrence import run
 from sketchssm.vllm.decoder import Recipe
@@ -91,6 +91,19 @@ def decays(module, raw):
     return module.gate_lower_bound * torch.sigmoid(module.A_log.exp()[:, None] * x)
 
 
+CLASSES = {
+    "mamba2": mamba_mixer2.MambaMixer2,
+    "gdn": qwen_gdn_linear_attn.QwenGatedDeltaNetAttention,
+    "kda": kimi_gdn_linear_attn.KimiGatedDeltaNetAttention,
+}
+
+
+def with_heads(layer):
+    """The class that the plugin makes of one of vLLM's."""
+    head = getattr(layers, registry.CLASSES[layer.__name__].head)
+    return type(head.__name__, (head, layer), {})
+
+
 class Fixture:
     """One layer with its pool and builder, and how to run a batch through the layer."""
 
@@ -98,10 +111,7 @@ class Fixture:
         self.kind, self.layer = kind, LAYERS[kind] if kind != "kda" else replace_keys(LAYERS[kind])
         shape = self.layer
         self.random = lambda *size: torch.randn(*size, generator=generator)
-        name = {"mamba2": "MambaMixer2", "gdn": "QwenGatedDeltaNetAttention", "kda": "KimiGatedDeltaNetAttention"}[
-            kind
-        ]
-        own = layers.LAYERS[name]
+        own = with_heads(CLASSES[kind])
         module = torch.nn.Module.__new__(own)
         torch.nn.Module.__init__(module)
         heads, keys, k_dim, v_dim = shape.heads, shape.key_heads, shape.key_dim, shape.value_dim

@@ -8,6 +8,7 @@ The plugin changes nothing until it is switched on, by the environment variable 
 module         content
 =============  =====================================================================================
 `settings`     settings of the plugin, and engines that it refuses; does not import vLLM
+`registry`     vLLM's classes of layers that may have heads; does not import vLLM
 `blocks`       the parts of a slot behind the state of a block of vLLM's pool, and their size
 `plans`        the plan of a layer of vLLM
 `batches`      rows of a batch that decode, that are prefilled, and that begin a request
@@ -15,7 +16,7 @@ module         content
 `inputs`       from a layer's activations to q, k, v, g and beta; `kernels` is the same on a GPU
 `metadata`     vLLM's metadata builders, with the rows of a batch
 `layers`       vLLM's layers, with heads
-`plugin`       registers the layers, when an engine switches the plugin on
+`plugin`       registers layers and tells vLLM the size of blocks, when an engine switches the plugin on
 =============  =====================================================================================
 
 A head's slots are the blocks of vLLM's pool: a slot's ring, sketch and cursor are behind the state in the same block.
@@ -28,10 +29,7 @@ import os
 from importlib import import_module
 from typing import Any
 
-__all__ = ["NAMES", "register"]
-
-NAMES = ("MambaMixer2", "QwenGatedDeltaNetAttention", "KimiGatedDeltaNetAttention")
-"""Names of vLLM's layers that may have heads."""
+__all__ = ["register"]
 
 
 def register() -> None:
@@ -55,9 +53,9 @@ def register() -> None:
 
     def watched(cls: type, *args: Any, **kwargs: Any) -> Any:
         """Make a layer, with heads if its engine switches the plugin on."""
-        config = current() if cls.__name__ in NAMES else None
+        config = current() if hasattr(cls, "get_state_shape") else None  # a layer with states
         if config is not None and Settings.find(os.environ, config.additional_config) is not None:
-            import_module("sketchssm.vllm.plugin").register()
+            import_module("sketchssm.vllm.plugin").take(cls)
         return make(cls, *args, **kwargs)
 
     PluggableLayer.__new__ = watched

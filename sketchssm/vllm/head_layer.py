@@ -16,6 +16,7 @@ from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_update
 from vllm.platforms import current_platform
@@ -24,7 +25,7 @@ from sketchssm.arrays.gates import GateInput
 from sketchssm.layer.recurrence import Layer
 from sketchssm.vllm.blocks import BlockLayout
 from sketchssm.vllm.decoder import LayerDecoder, Recipe
-from sketchssm.vllm.metadata import BatchMetadata
+from sketchssm.vllm.metadata import BatchMetadata, with_heads
 from sketchssm.vllm.plans import load_plans, plan_of, sharded
 from sketchssm.vllm.settings import EngineFacts, Settings, check_engine
 
@@ -47,23 +48,16 @@ def side_bytes(vllm_config: Any) -> int:
     return max((-(-size // 16) * 16 for size in sizes), default=0)
 
 
-class HeadLayer:
-    """Common part of the layers of all kinds; the first base class, before vLLM's layer.
+class HeadLayer(MambaBase):  # type: ignore[misc]
+    """Common part of the layers of all kinds; before vLLM's layer among the base classes.
 
     `decoder` is the layer's head on vLLM's pool; None until the pool exists.
     """
 
     kind: str
-    backend_class: Any
     decoder: Any = None
     _settings: Settings | None = None  # without settings the layer is as vLLM's own
     backend: str  # of heads
-    prefix: str
-    tp_size: int
-    conv1d: Any
-    model_config: Any
-    get_state_shape: Any
-    get_state_dtype: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -144,7 +138,7 @@ class HeadLayer:
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         """Describe the layer's blocks, with the parts behind the states."""
-        spec = super().get_kv_cache_spec(vllm_config)  # type: ignore[misc]
+        spec = super().get_kv_cache_spec(vllm_config)
         extra = side_bytes(vllm_config) if self.active else 0
         if not extra:
             return spec
@@ -152,7 +146,8 @@ class HeadLayer:
 
     def get_attn_backend(self) -> Any:
         """Backend whose builders describe batches for heads."""
-        return self.backend_class if self.active else super().get_attn_backend()  # type: ignore[misc]
+        backend = super().get_attn_backend()
+        return with_heads(backend) if self.active else backend
 
     @property
     def kv_cache(self) -> Any:
@@ -166,7 +161,7 @@ class HeadLayer:
 
     def bind_kv_cache(self, kv_cache: Any) -> None:
         """Take the pool, ``(blocks, 1, 1, bytes)``, and make the layer's head on it."""
-        super().bind_kv_cache(kv_cache)  # type: ignore[misc]
+        super().bind_kv_cache(kv_cache)
         if not self.active:
             return
         states, own = self.kv_cache[1], self._own_layout

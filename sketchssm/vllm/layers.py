@@ -1,4 +1,4 @@
-"""vLLM's recurrent layers, with heads for the rows of a batch that decode: one class for each kind."""
+"""Layers with heads for the rows of a batch that decode: first base classes, before classes of vLLM's."""
 
 from __future__ import annotations
 
@@ -7,25 +7,21 @@ from typing import Any
 
 import torch
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
-from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
-from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
-from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
 from sketchssm.arrays.gates import GateInput
 from sketchssm.layer.recurrence import Layer
-from sketchssm.vllm import NAMES, inputs
+from sketchssm.vllm import inputs
 from sketchssm.vllm.batches import DecodeRows
 from sketchssm.vllm.head_layer import HeadLayer
-from sketchssm.vllm.metadata import BatchMetadata, HeadGDNBackend, HeadMamba2Backend
+from sketchssm.vllm.metadata import BatchMetadata
 
-__all__ = ["LAYERS"]
+__all__ = ["HeadGatedDeltaNet", "HeadGlmDelta", "HeadKimiDelta", "HeadMamba2"]
 
 
-class HeadMambaMixer2(HeadLayer, MambaMixer2):  # type: ignore[misc]
+class HeadMamba2(HeadLayer):
     """Mamba-2."""
 
     kind = "mamba2"
-    backend_class = HeadMamba2Backend
 
     @property
     def layer(self) -> Layer:
@@ -66,16 +62,15 @@ class HeadMambaMixer2(HeadLayer, MambaMixer2):  # type: ignore[misc]
         return self.layer
 
 
-class HeadQwenGatedDeltaNet(HeadLayer, QwenGatedDeltaNetAttention):  # type: ignore[misc]
-    """Gated DeltaNet of Qwen."""
+class HeadGatedDeltaNet(HeadLayer):
+    """Gated DeltaNet."""
 
     kind = "gdn"
-    backend_class = HeadGDNBackend
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.active:
-            self.enable_fused_gdn_spec_decode = False  # a way past `_forward_core`
+            self.enable_fused_gdn_spec_decode = False  # Qwen's way past `_forward_core`
 
     @property
     def layer(self) -> Layer:
@@ -102,14 +97,15 @@ class HeadQwenGatedDeltaNet(HeadLayer, QwenGatedDeltaNetAttention):  # type: ign
         q, k, v = mixed.split([keys, keys, values], dim=-1)
         q, k = inputs.normalised(*(x.view(n, -1, self.head_k_dim) for x in (q, k)))
         g, beta = inputs.delta_inputs(a, b, self.A_log, self.dt_bias)
+        if getattr(self, "allow_neg_eigval", False):
+            beta = 2 * beta
         self.decoder.decode(q, k, v.view(n, -1, self.head_v_dim), g, beta, rows, out)
 
 
-class HeadKimiGatedDeltaNet(HeadLayer, KimiGatedDeltaNetAttention):  # type: ignore[misc]
-    """Kimi Delta Attention."""
+class HeadKimiDelta(HeadLayer):
+    """Kimi Delta Attention, whose layer norms outputs within `_forward`."""
 
     kind = "kda"
-    backend_class = HeadGDNBackend
 
     @property
     def layer(self) -> Layer:
@@ -119,7 +115,16 @@ class HeadKimiGatedDeltaNet(HeadLayer, KimiGatedDeltaNetAttention):  # type: ign
     def gate(self) -> GateInput:
         """Parameters of the raw gates, as they are now."""
         rate, bias = (x.detach().double().cpu().numpy() for x in (self.A_log.flatten(), self.dt_bias))
-        return GateInput(rate, bias, self.gate_lower_bound)
+        return GateInput(rate, bias, self._bound)
+
+    @property
+    def _bound(self) -> float | None:
+        """Lower bound of the log-decays; None without one."""
+        return self.gate_lower_bound
+
+    def _weight(self) -> Any:
+        """Weights of the convolution of queries, keys and values."""
+        return self.conv1d.weight.flatten(1)
 
     @eager_break_during_capture
     def _forward(self, mixed_qkv: Any, g1: Any, g2: Any, beta: Any, core_attn_out: Any) -> None:
@@ -138,11 +143,38 @@ class HeadKimiGatedDeltaNet(HeadLayer, KimiGatedDeltaNetAttention):  # type: ign
 
     def _decode(self, mixed: Any, raw: Any, b: Any, out: Any, batch: BatchMetadata, rows: DecodeRows) -> None:
         # The layer's compiled code may still use the memory of its arguments: the convolution has memory of its own.
-        mixed = self._convolved(mixed, self.conv1d.weight.flatten(1), "silu", batch, out=torch.empty_like(mixed))
+        mixed = self._convolved(mixed, self._weight(), "silu", batch, out=torch.empty_like(mixed))
         q, k, v = mixed.view(-1, 3, self.local_num_heads, self.head_dim).unbind(1)
         q, k = inputs.normalised(q, k)
         self.decoder.decode(q, k, v, raw, inputs.write_gates(b), rows, out)
 
 
-LAYERS = dict(zip(NAMES, (HeadMambaMixer2, HeadQwenGatedDeltaNet, HeadKimiGatedDeltaNet), strict=True))
-"""Layers with heads, by the names of vLLM's layers."""
+class HeadGlmDelta(HeadKimiDelta):
+    """Kimi Delta Attention of GLM, whose layer norms outputs behind `_forward` and has three convolutions."""
+
+    conv1d = property(lambda self: self.q_conv1d)
+    _merged_conv_weight: Any
+
+    @property
+    def _bound(self) -> float | None:
+        return self.kda_lower_bound if self.kda_safe_gate else None
+
+    def _weight(self) -> Any:
+        if self._merged_conv_weight is None:
+            parts = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+            self._merged_conv_weight = torch.cat([part.weight.flatten(1) for part in parts])
+        return self._merged_conv_weight
+
+    @eager_break_during_capture
+    def _forward(self, qkv_proj_states: Any, g1: Any, beta: Any, core_attn_out: Any) -> None:
+        batch = self._batch()
+        above = super(HeadKimiDelta, self)._forward
+        if batch is None:
+            above(qkv_proj_states, g1, beta, core_attn_out)
+            return
+        n = batch.split.decode_tokens
+        if batch.decode is not None:
+            self._decode(qkv_proj_states[:n], g1[0, :n], beta[0, :n], core_attn_out[0, :n], batch, batch.decode)
+        if batch.prefill is not None:
+            with self._prefill(batch):
+                above(qkv_proj_states[n:], g1[:, n:], beta[:, n:], core_attn_out[:, n:])

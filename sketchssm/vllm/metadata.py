@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
-from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend, Mamba2AttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
 from sketchssm.vllm.batches import DecodeRows, KnownTokens, PrefillRows, RowBuffers, Split, moved_rows, split_rows
 
-__all__ = ["BatchMetadata", "HeadGDNBackend", "HeadMamba2Backend"]
+__all__ = ["BatchMetadata", "with_heads"]
 
 
 @dataclass
@@ -34,7 +33,6 @@ class HeadRows:
 
     vllm_config: Any
     kv_cache_spec: Any
-    supports_update_block_table = True
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
@@ -42,7 +40,6 @@ class HeadRows:
         self._names = list(layer_names)
         self._drafts = vllm_config.num_speculative_tokens or 0
         self._mode = vllm_config.cache_config.mamba_cache_mode
-        self.supports_update_block_table = not self._drafts
         most = vllm_config.scheduler_config.max_num_seqs
         captured = vllm_config.compilation_config.max_cudagraph_capture_size
         self._buffers = RowBuffers(max(most, captured or 0), self._drafts, device)
@@ -177,31 +174,9 @@ def rows_behind(batch: Any, split: Split, lengths: Any) -> Any:
     )
 
 
-class HeadMamba2Builder(HeadRows, Mamba2AttentionMetadataBuilder):  # type: ignore[misc]
-    """Builder of mamba2's metadata."""
-
-
-class HeadGDNBuilder(HeadRows, GDNAttentionMetadataBuilder):  # type: ignore[misc]
-    """Builder of the metadata of gdn and kda."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.supports_update_block_table = False  # vLLM's own builder has no method for it
-
-
-class HeadMamba2Backend(Mamba2AttentionBackend):  # type: ignore[misc]
-    """Backend of mamba2."""
-
-    @staticmethod
-    def get_builder_cls() -> Any:
-        """Class of the builder."""
-        return HeadMamba2Builder
-
-
-class HeadGDNBackend(GDNAttentionBackend):  # type: ignore[misc]
-    """Backend of gdn and kda."""
-
-    @staticmethod
-    def get_builder_cls() -> Any:
-        """Class of the builder."""
-        return HeadGDNBuilder
+@cache
+def with_heads(backend: Any) -> Any:
+    """Make a backend whose builder describes batches for heads, from a backend of vLLM's."""
+    builder = backend.get_builder_cls()
+    own = type(f"Head{builder.__name__}", (HeadRows, builder), {})
+    return type(f"Head{backend.__name__}", (backend,), {"get_builder_cls": staticmethod(lambda: own)})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,18 +13,35 @@ from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms.interface import Platform
 
-from sketchssm.vllm.head_layer import settings_of, side_bytes
-from sketchssm.vllm.layers import LAYERS
+from sketchssm.vllm import layers
+from sketchssm.vllm.head_layer import logger, settings_of, side_bytes
+from sketchssm.vllm.registry import CLASSES
 
-__all__ = ["register"]
+__all__ = ["take"]
+
+_without: set[str] = set()
 
 
-def register() -> None:
-    """Register the layers; a second call does nothing."""
-    if next(iter(LAYERS)) in op_registry_oot:
+def take(layer: type) -> None:
+    """Let layers of one of vLLM's classes have heads, or tell that they have none; each class once.
+
+    Other modules of vLLM's need not be there: they differ between versions and builds.
+    """
+    name = layer.__name__
+    if name in op_registry_oot or name in _without:
         return
-    for name, layer in LAYERS.items():
-        PluggableLayer.register_oot(layer, name=name)
+    if name not in CLASSES:
+        _without.add(name)
+        logger.warning("sketchssm: no heads for layers of class %s: they decode as without the plugin", name)
+        return
+    head = getattr(layers, CLASSES[name].head)
+    PluggableLayer.register_oot(type(head.__name__, (head, layer), {}), name=name)
+    widen()
+
+
+@cache
+def widen() -> None:
+    """Tell vLLM the size of blocks."""
     align = Platform._align_hybrid_block_size.__func__
 
     def aligned(cls: Any, vllm_config: Any, backend_cls: Any) -> None:
@@ -42,10 +61,16 @@ def wider_states(vllm_config: Any) -> Iterator[None]:
         return
     config = vllm_config.model_config
     model, _ = ModelRegistry.resolve_model_cls(config.architecture, model_config=config)
-    more = {"get_mamba_state_shape_from_config": ((extra,),), "get_mamba_state_dtype_from_config": (torch.uint8,)}
+    more: dict[str, Any] = {
+        "get_mamba_state_shape_from_config": ((extra,),),
+        "get_mamba_state_dtype_from_config": (torch.uint8,),
+    }
+    if hasattr(model, "get_mamba_specs_from_config"):  # of models with several layouts of states
+        more["get_mamba_specs_from_config"] = None
     had = {name: vars(model).get(name) for name in more}
     for name, part in more.items():
-        setattr(model, name, _longer(getattr(model, name), part))
+        method = getattr(model, name)
+        setattr(model, name, _longer(method, part) if part else _wider(method, extra))
     try:
         yield
     finally:
@@ -58,3 +83,13 @@ def wider_states(vllm_config: Any) -> Iterator[None]:
 
 def _longer(method: Any, part: tuple[Any, ...]) -> Any:
     return staticmethod(lambda *args: (*method(*args), *part))
+
+
+def _wider(method: Any, extra: int) -> Any:
+    def specs(*args: Any) -> list[Any]:
+        return [
+            replace(spec, shapes=(*spec.shapes, (extra,)), dtypes=(*spec.dtypes, torch.uint8))
+            for spec in method(*args)
+        ]
+
+    return staticmethod(specs)

@@ -1,0 +1,29 @@
+"""vLLM's recurrent layers that may have heads; does not import vllm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["CLASSES", "LayerClass"]
+
+
+@dataclass(frozen=True)
+class LayerClass:
+    """A class of vLLM's, whose layers may have heads."""
+
+    kind: str
+    head: str  # class of `sketchssm.vllm.layers`, made the first base class
+    models: str  # some of the models that have such layers
+
+
+CLASSES = {
+    "MambaMixer2": LayerClass(
+        "mamba2", "HeadMamba2", "Nemotron-H with states of 128 (8B, Nano 9B v2, Nemotron 3), Codestral Mamba"
+    ),
+    "QwenGatedDeltaNetAttention": LayerClass("gdn", "HeadGatedDeltaNet", "Qwen3-Next, Qwen3.5 to 3.8"),
+    "OlmoHybridGatedDeltaNetAttention": LayerClass("gdn", "HeadGatedDeltaNet", "OLMo Hybrid"),
+    "KimiGatedDeltaNetAttention": LayerClass("kda", "HeadKimiDelta", "Kimi-Linear"),
+    "KimiK3DeltaAttention": LayerClass("kda", "HeadKimiDelta", "Kimi K3"),
+    "Glm5NextLinearAttention": LayerClass("kda", "HeadGlmDelta", "GLM 5.3 Flash"),
+}
+"""The classes by name."""
