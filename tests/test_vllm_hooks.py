@@ -1,9 +1,10 @@
 """vLLM's own layers and metadata builders with heads, on the CPU. The environment variable `SKETCHSSM_VLLM_SITE` names
-a folder with vLLM; without it the tests are skipped. vLLM's kernels are replaced by plain PyTorch, heads compute in
-float64, and outputs are compared with each request's own recurrence. What surrounds the kernels (metadata, slices,
-forward passes of the layers) is vLLM's.
+a folder with vLLM, if Python does not find it; without vLLM the tests are skipped. vLLM's kernels are replaced by
+plain PyTorch, heads compute in float64, and outputs are compared with each request's own recurrence. What surrounds
+the kernels (metadata, slices, forward passes of the layers) is vLLM's.
 """
 
+import importlib.util
 import inspect
 import os
 import sys
@@ -15,9 +16,10 @@ from samples import LAYERS, relative
 
 torch = pytest.importorskip("torch")
 SITE = os.environ.get("SKETCHSSM_VLLM_SITE")
-if not SITE:
-    pytest.skip("SKETCHSSM_VLLM_SITE is not set", allow_module_level=True)
-sys.path.append(SITE)
+if SITE:
+    sys.path.append(SITE)
+elif importlib.util.find_spec("vllm") is None:
+    pytest.skip("no vLLM: SKETCHSSM_VLLM_SITE is not set", allow_module_level=True)
 from vllm_layers import CLASSES, DRAFTS, TOLERANCE, patched, with_heads  # noqa: E402
 
 with warnings.catch_warnings():

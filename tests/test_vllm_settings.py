@@ -16,6 +16,7 @@ from sketchssm.vllm import plans  # noqa: E402
 from sketchssm.vllm.batches import KnownTokens, RowBuffers, moved_rows, split_rows  # noqa: E402
 from sketchssm.vllm.blocks import BlockLayout  # noqa: E402
 from sketchssm.vllm.decoder import Recipe  # noqa: E402
+from sketchssm.vllm.registry import CLASSES  # noqa: E402
 from sketchssm.vllm.settings import EngineFacts, Settings, check_engine  # noqa: E402
 
 FACTS = EngineFacts("cuda", "align", "gdn", 0, 16)
@@ -225,3 +226,10 @@ def test_documented_memory():
         layouts = [BlockLayout.behind(0, recipe.parts()) for recipe in recipes]
         cells = " | ".join(f"{layout.bytes} ({layout.share:.1%})" for layout in layouts)
         assert f"| {shape} | {layouts[0].state_bytes} | {cells} |" in page
+
+
+def test_documented_classes():
+    """Rows of the table in docs/vllm.md."""
+    page = (Path(__file__).parents[1] / "docs" / "vllm.md").read_text()
+    for name, one in CLASSES.items():
+        assert f"| `{name}` | {one.kind} | {one.models} |" in page
