@@ -385,3 +385,23 @@ class TestTables:
             ["sketch", "clock", "2", "2.5", "1.250", "1.50", "3.20x", "1.0e-02", "0"],
         ]
         assert "256 tokens on average" in table.note
+
+
+class TestCalibration:
+    def test_report(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(bench.SHAPES, "tiny", LAYER)
+        invoke("--calibrate", "--shape", "tiny", "--seconds", 0, "--backend", "cpu", "--json", tmp_path / "t.json")
+        report = json.loads((tmp_path / "t.json").read_text())
+        assert report["device"] == "cpu"
+        assert [r["sums"] for r in report["results"]] == ["moments", "scores", "joint scores"]
+        for r in report["results"]:
+            assert (r["shape"], r["backend"]) == ("tiny", "cpu")
+            assert r["tokens_per_second"] == pytest.approx(1e3 / r["milliseconds"])
+            assert 0 < r["error"] < 3e-3  # float32 products; joint: codes at the edge of two levels
+
+    @pytest.mark.parametrize("option", [("--batch", 2), ("--arrivals",), ("--map", "prior")])
+    def test_options_of_decode_are_refused(self, option):
+        assert f"{option[0]}: has no effect with --calibrate" in invoke("--calibrate", *option, code=2).output
+
+    def test_backends(self):
+        assert "NumPy (cpu) or CuPy" in invoke("--calibrate", "--backend", "reference", code=2).output

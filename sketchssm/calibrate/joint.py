@@ -200,12 +200,12 @@ class JointScores(Accumulator):
         basis = prefix_basis(space, states.swapaxes(-1, -2) @ (states @ omega), dtype)
         rows = basis.swapaxes(-1, -2)
         image, rows = stored(space, form, rows @ states.swapaxes(-1, -2)), stored(space, form, rows)
-        left, start = states, 0
+        left, part, start = states + 0, space.empty(tuple(states.shape), dtype), 0
         ones = space.zeros((self.layer.key_dim, 1), dtype) + 1 / self.layer.key_dim  # a product is faster than a mean
         for i, rank in enumerate(self.ranks):
             new = np.s_[..., start:rank, :]
-            left, start = left - image[new].swapaxes(-1, -2) @ rows[new], rank
-            squares = space.xp.square(left)
+            left -= space.xp.matmul(image[new].swapaxes(-1, -2), rows[new], out=part)
+            start, squares = rank, space.xp.square(left)
             spread = space.xp.sqrt((squares @ ones)[..., 0])
             for j, bits in enumerate(self.bits):
                 yield (i, j), residual_error(space, left, squares, spread, bits)

@@ -83,6 +83,7 @@ ARRIVING = {"cuda": (32, 128, 256), "cpu": (8, 32)}
 @click.option("--layers", type=COUNT, default=32, help="Layers of the model, for --arrivals.")
 @click.option("--steps", type=COUNT, default=128, help="Timed steps, for --arrivals; rounded up to whole windows.")
 @click.option("--tokens", type=AT_LEAST_ONE, default=256, help="Mean length of a request, for --arrivals.")
+@click.option("--calibrate", is_flag=True, help="Time moments, rank scores and joint scores, instead of decode.")
 @options.backend
 @options.seed
 @options.output
@@ -106,6 +107,7 @@ def command(
     layers: int,
     steps: int,
     tokens: float,
+    calibrate: bool,
     backend: str,
     seed: int,
     json_file: str | None,
@@ -123,6 +125,11 @@ def command(
     if backend == "auto":
         backend = "cpu" if cuda.missing() else "cuda"
     device = "cuda" if backend == "cuda" else "cpu"
+    if calibrate:
+        kept = {"shapes", "seconds", "calibrate", "backend", "seed", "json_file"}
+        options.refuse("with --calibrate", [name for name in _parameters() if name not in kept])
+        if backend == "reference":
+            raise click.BadParameter("calibration computes in NumPy (cpu) or CuPy (cuda)", param_hint="--backend")
     if arrivals:
         options.refuse("with --arrivals", ("seconds", "peers"))
     else:
@@ -136,6 +143,19 @@ def command(
         raise click.UsageError("--residual-bits: has no effect without --map subspace")
     _check(shapes, duty, peers, raw_gate, device)
     options.check_files({"--plan": plan_files}, json=json_file)
+    made = {
+        "version": sketchssm.__version__,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["sketchssm", *sys.argv[1:]]),
+    }
+    if calibrate:
+        output = Output(json_file)
+        chosen_shapes = list(shapes or bench.SHAPES)
+        with output.progress("timing", len(chosen_shapes)) as step:
+            sums = bench.time_calibration(chosen_shapes, device, seconds, seed, step)
+        output.table(*bench.calibration_table(sums))
+        output.finish(made | vars(sums))
+        return
 
     if plan_files:
         cases = [case for path in plan_files for case in bench.Case.of_plans(path)]
@@ -163,12 +183,6 @@ def command(
     cases = [replace(case, batch=n, state_dtype=state_dtype) for case, n in product(cases, batches)]
 
     output = Output(json_file)
-    made = {
-        "version": sketchssm.__version__,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["sketchssm", *sys.argv[1:]]),
-        "state_dtype": state_dtype,
-    }
     told = [f"The device worked for {duty:.0%} of the time, and rested between windows."] if duty < 1 else []
     common: Any = {"duty": duty, "seed": seed}
     report: bench.Report | bench.ArrivalsReport
@@ -189,7 +203,12 @@ def command(
         output.table(*table)
     for line in (*told, *report.not_timed):
         output.say(line)
-    output.finish(made | vars(report))
+    output.finish(made | {"state_dtype": state_dtype} | vars(report))
+
+
+def _parameters() -> list[str]:
+    """Names of the command's parameters."""
+    return [param.name for param in click.get_current_context().command.params if param.name]
 
 
 def _check(shapes: Sequence[str], duty: float, peers: bool, raw_gate: bool, device: str) -> None:

@@ -5,10 +5,17 @@ timed, and the result is the mean over positions. The floor is the number of byt
 copy bandwidth measured in the same run. Each result also has the error of the outputs of the same run.
 
 `measure_host` times heads on this machine's CPU, `measure_device` on a GPU, `measure_peer` kernels of other libraries.
-`time_cases` runs a list of cases with the three. `time_arrivals` times steps while requests arrive and leave.
+`time_cases` runs a list of cases with the three. `time_arrivals` times steps while requests arrive and leave, and
+`time_calibration` the sums from which plans are made.
 """
 
 from sketchssm.study.bench.arrivals import ArrivalsReport, ArrivalsResult, time_arrivals
+from sketchssm.study.bench.calibration import (
+    CalibrationReport,
+    CalibrationResult,
+    calibration_table,
+    time_calibration,
+)
 from sketchssm.study.bench.cases import Case, Report, time_cases
 from sketchssm.study.bench.device import Workload, compile_all, device_bandwidth, device_name, measure_device
 from sketchssm.study.bench.host import available_cores, copy_bandwidth, measure_host
@@ -32,6 +39,8 @@ __all__ = [
     "ArrivalsReport",
     "ArrivalsResult",
     "BenchResult",
+    "CalibrationReport",
+    "CalibrationResult",
     "Case",
     "Peer",
     "Report",
@@ -39,6 +48,7 @@ __all__ = [
     "Workload",
     "arrival_tables",
     "available_cores",
+    "calibration_table",
     "compile_all",
     "copy_bandwidth",
     "device_bandwidth",
@@ -53,6 +63,7 @@ __all__ = [
     "step_bytes",
     "systems",
     "time_arrivals",
+    "time_calibration",
     "time_cases",
     "time_tables",
 ]
