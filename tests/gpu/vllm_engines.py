@@ -28,6 +28,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.recurrence import FULL_STATE, Layer
+from sketchssm.plans.basis import SketchBasis
+from sketchssm.plans.plan import SketchPlan
 from sketchssm.study import bench
 
 COMMON = {
@@ -56,6 +58,8 @@ MODELS = {
     },
 }  # fmt: skip
 LAYERS = {"mamba2": Layer("mamba2", 4, 64, 64, 2), "gdn": Layer("gdn", 4, 64, 64, 2), "kda": Layer("kda", 2, 64, 64)}
+KEY_CHANNELS = 16
+"""Channels of a head's keys that are not zero, so that a sketch of this rank is exact."""
 ROWS, TOKENS, REQUESTS = 16, 128, 68
 GRAPHS = {
     "none": {"enforce_eager": True},
@@ -82,15 +86,17 @@ ENGINES = {
 
 
 def write_plans(kind, system, folder):
-    """Plans of the recurrent layers: of full rank with heads that read their state, of rank 2, or with residuals."""
+    """Plans of the recurrent layers: exact with heads that read their state, of rank 2, or with residuals."""
     layer = LAYERS[kind]
     if system == "coarse":
         plan = bench.random_plan(layer, 2, 16, "lowrank")
     elif system == "residual":
-        plan = bench.random_plan(layer, 48, 16, "subspace", residual_bits=3)
+        plan = bench.random_plan(layer, 12, 16, "subspace", residual_bits=3)
     else:
-        ranks = np.resize([layer.key_dim, FULL_STATE], layer.heads)
-        plan = bench.random_plan(layer, ranks, 16, CoefficientMap("ridge", ridge=0.0), sketch_dtype="float32")
+        basis = SketchBasis.random(layer, KEY_CHANNELS)
+        basis.omega[...] = np.eye(*basis.omega.shape[1:])
+        ranks = np.resize([KEY_CHANNELS, FULL_STATE], layer.heads)
+        plan = SketchPlan(basis, ranks, 16, CoefficientMap("ridge", ridge=0.0), "float32")
     place = folder / system
     place.mkdir()
     for number in range(4):
@@ -98,9 +104,16 @@ def write_plans(kind, system, folder):
     return str(place)
 
 
-def let_states_matter(model):
-    """Give mamba2's states more weight in outputs than its skip connection has."""
+def change_weights(model, kind):
+    """Keep KEY_CHANNELS of a head's keys, and give mamba2's states more weight than its skip connection has."""
+    layer = LAYERS[kind]
+    keys = layer.key_heads * layer.key_dim  # behind values (mamba2) or queries
+    first = layer.heads * layer.value_dim if kind == "mamba2" else keys
     for module in model.modules():
+        if hasattr(module, "conv1d"):
+            for x in (module.conv1d.weight, getattr(module.conv1d, "bias", None)):
+                if x is not None:
+                    x.data[first : first + keys].unflatten(0, (-1, layer.key_dim))[:, KEY_CHANNELS:] = 0
         if hasattr(module, "D") and hasattr(module, "conv1d"):
             module.D.data.fill_(0.1)
             module.conv1d.weight.data.mul_(4)
@@ -176,7 +189,7 @@ def main():
     limit = float(sys.argv[4]) if len(sys.argv) > 4 else np.inf
     few = {"vocab_size": FEW_TOKENS} if engines == "drafts" else {}
     (folder / "config.json").write_text(json.dumps(MODELS[kind] | COMMON | few))
-    vllm_models.load_random_weights(let_states_matter)
+    vllm_models.load_random_weights(lambda model: change_weights(model, kind))
     counts = count_events()
     for system, graphs in ENGINES[engines]:
         if time.perf_counter() - begin > limit:
