@@ -57,7 +57,7 @@ def measure(shape, batch, args):
     import cupy
 
     layer, window, drafts = bench.SHAPES[shape], args.window, args.drafts
-    ranks = bench.spread_ranks(layer.heads, bench.MEAN_RANKS[shape], layer.key_dim)
+    ranks = bench.spread_ranks(layer.heads, bench.MEAN_RANKS[shape])
     plan = bench.random_plan(layer, ranks, window, args.map)
     work = bench.Workload(layer, batch, window)
     system = bench.systems(layer, window, [plan], None)[2]

@@ -85,7 +85,7 @@ def main():
         if args.no_device:
             without_device(patch)
         layer = bench.SHAPES[SHAPE]
-        plan = bench.random_plan(layer, bench.spread_ranks(layer.heads, 7, layer.key_dim), 16, "lowrank")
+        plan = bench.random_plan(layer, bench.spread_ranks(layer.heads, 7), 16, "lowrank")
         tokens = {
             name: torch.zeros(BATCH, *shape, device=device, dtype=torch.bfloat16 if name in "qkv" else torch.float32)
             for name, shape in layer.token_shapes().items()

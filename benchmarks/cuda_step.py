@@ -52,12 +52,12 @@ def measure(shape, batch, state_dtype, bandwidth, args):
     head |= {} if gate is None else {"raw_gate": True}
     rows = []
     for sketch_dtype, mean in itertools.product(args.sketch_dtype, args.mean_rank):
-        ranks = bench.spread_ranks(layer.heads, mean or bench.MEAN_RANKS[shape], args.rank_max or layer.key_dim)
+        ranks = bench.spread_ranks(layer.heads, mean or bench.MEAN_RANKS[shape], args.rank_max)
         plan = bench.random_plan(layer, ranks, args.window, args.map, 0, sketch_dtype)
         row = dict(head)
         row |= {} if sketch_dtype == DEFAULT_FORMAT else {"sketch_dtype": sketch_dtype}
         row |= {} if mean is None else {"mean_rank": mean}
-        row |= {} if args.rank_max is None else {"rank_max": args.rank_max}
+        row["rank_max"] = args.rank_max
         listed = bench.systems(layer, args.window, [plan], gate, state_dtype)
         for name, system in zip(("standard", "replay", "sketch"), listed, strict=True):
             if name in args.systems and not (rows and name != "sketch"):
@@ -87,7 +87,7 @@ def main():
     parser.add_argument("--map", choices=MAPS, default="lowrank")
     parser.add_argument("--sketch-dtype", nargs="+", choices=FORMATS, default=[DEFAULT_FORMAT])
     parser.add_argument("--mean-rank", type=int, nargs="+", default=[None], help="default: each shape's own")
-    parser.add_argument("--rank-max", type=int, help="largest rank of a head")
+    parser.add_argument("--rank-max", type=int, default=16, help="largest rank of a head")
     parser.add_argument("--window", type=int, default=16)
     parser.add_argument("--state-dtypes", default="float32", help="types of states in memory, with commas")
     parser.add_argument("--raw-gate", action="store_true", help="for kda")

@@ -82,7 +82,7 @@ def write_plans(name, folder, mean_rank, map):
     place = Path(folder) / f"{name}-{map}-{mean_rank}"
     place.mkdir(parents=True, exist_ok=True)
     layer = bench.SHAPES[name]
-    plan = bench.random_plan(layer, bench.spread_ranks(layer.heads, mean_rank, layer.key_dim), 16, map)
+    plan = bench.random_plan(layer, bench.spread_ranks(layer.heads, mean_rank), 16, map)
     for number in range(MODELS[name]()["num_hidden_layers"]):
         plan.save(place / f"layers.{number}.safetensors")
     return str(place)

@@ -202,7 +202,7 @@ def test_parts_behind_a_state():
 
 def recipe_of(shape, map, window=16):
     layer = bench.SHAPES[shape]
-    ranks = bench.spread_ranks(layer.heads, bench.MEAN_RANKS[shape], layer.key_dim)
+    ranks = bench.spread_ranks(layer.heads, bench.MEAN_RANKS[shape])
     gate = None
     if layer.kind == "kda":
         gate = ss.GateInput(np.zeros(layer.heads), np.zeros((layer.heads, layer.key_dim)))

@@ -24,7 +24,7 @@ ROUNDED, EXACT = 1.2e-2, 2e-6
 def test_all_systems(name):
     layer = LAYERS[name]
     gate = bench.random_gate(layer) if name == "kda-raw" else None
-    ranks = bench.spread_ranks(layer.heads, 5, layer.key_dim)
+    ranks = bench.spread_ranks(layer.heads, 5)
     systems = bench.systems(layer, 4, [bench.random_plan(layer, ranks, 4, m) for m in ("lowrank", "ridge")], gate)
     assert bench.compile_all(systems) > 0
     work = bench.Workload(layer, 3, 4, raw_gate=gate is not None)
@@ -81,7 +81,7 @@ def test_evaluation():
 def test_arrivals(map):
     """Graphs whose slots change between replays, in every mode; the clocks of two layers differ."""
     layer = LAYERS["gdn"]
-    plan = bench.random_plan(layer, bench.spread_ranks(layer.heads, 5, layer.key_dim), 4, map)
+    plan = bench.random_plan(layer, bench.spread_ranks(layer.heads, 5), 4, map)
     case = bench.Case("tiny", layer, 6, 4, [plan])
     report = bench.time_arrivals([case], "cuda", layers=2, steps=40, mean_tokens=9, duty=0.5)
     assert [r.mode for r in report.results] == ["arrivals", "lockstep", "clock", "no clock"]
