@@ -112,7 +112,7 @@ def allocate_ranks(
     sketch_dtype : {"float32", "bfloat16", "int8"}, default "bfloat16"
         Format of the sketches, which sets the cost of a rank.
     rank_max : int, optional
-        Largest rank of a head. Default: each layer's largest scored rank.
+        Largest rank of a head; backend "cuda" takes 16. Default: each layer's largest scored rank.
     residual_bits : {0, 1, 2, 3}, default 0
         Bits of the residual's codes of every sketched head, which add to the cost of a rank. Needs the method
         "uniform", as rank scores do not know the errors of residuals; `allocate_joint` does.

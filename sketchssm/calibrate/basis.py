@@ -24,8 +24,8 @@ def fit_basis(moments: Moments, rank_max: int | None = None) -> SketchBasis:
     moments : Moments
         Moments of the calibration traces.
     rank_max : int, optional
-        Number of columns; default min(K, V), because a wider sketch is not more accurate. Backend "cuda" has room for
-        fewer, see *Limits* on the page of the CUDA backend.
+        Number of columns; default min(K, V), because a wider sketch is not more accurate. Backend "cuda" takes ranks
+        of up to 16.
 
     Returns
     -------
