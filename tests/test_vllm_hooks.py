@@ -12,7 +12,7 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
-from samples import LAYERS, relative
+from samples import relative
 
 torch = pytest.importorskip("torch")
 SITE = os.environ.get("SKETCHSSM_VLLM_SITE")
@@ -20,7 +20,7 @@ if SITE:
     sys.path.append(SITE)
 elif importlib.util.find_spec("vllm") is None:
     pytest.skip("no vLLM: SKETCHSSM_VLLM_SITE is not set", allow_module_level=True)
-from vllm_layers import CLASSES, DRAFTS, TOLERANCE, patched, with_heads  # noqa: E402
+from vllm_layers import CLASSES, DRAFTS, TOLERANCE, forward_context, patched, with_heads  # noqa: E402
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -31,7 +31,7 @@ with warnings.catch_warnings():
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    from sketchssm.vllm import head_layer, layers, metadata, plugin
+    from sketchssm.vllm import head_layer, layers, metadata, plugin, selfcheck
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def fixture(monkeypatch):
     return patched(monkeypatch)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("system", ("standard", "replay"))
 def test_layers_serve_requests(fixture, kind, system):
     """Prefill in chunks, mixed batches, a prompt of one token, a request that leaves, reuse of its block."""
@@ -64,7 +64,7 @@ def test_layers_serve_requests(fixture, kind, system):
             assert relative(out, request[1][first : first + count]) < TOLERANCE
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("system", ("standard", "replay"))
 def test_layers_serve_cached_prefixes(fixture, kind, system):
     """States move from block to block as their requests grow. Requests resume from blocks that a prefill filled, and
@@ -97,7 +97,7 @@ def test_layers_serve_cached_prefixes(fixture, kind, system):
             assert relative(out, request[1][first : first + count]) < TOLERANCE, (first, count)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("system", ("standard", "replay"))
 def test_layers_serve_drafts(fixture, kind, system):
     """Drafts of which some are accepted, rows without drafts, mixed batches, known tokens, all in vLLM's order."""
@@ -132,6 +132,27 @@ def test_layers_serve_drafts(fixture, kind, system):
         _, outputs = layer.step(given, accepted, drafted)
         for ((request, _, first, _, _), kept), out in zip(rows, outputs, strict=True):
             assert relative(out[:kept], request[1][first : first + kept]) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("drafts", (0, DRAFTS))
+def test_a_version_that_was_not_tested(fixture, monkeypatch, kind, drafts):
+    """The first batch checks a layer; a layer whose convolution gives something else is refused."""
+    monkeypatch.setattr(selfcheck, "set_forward_context", forward_context)
+    update = head_layer.causal_conv1d_update
+    for wrong in (False, True):
+        layer = fixture(kind, "replay", drafts)
+        layer.builder._checked = False
+        if wrong:
+            monkeypatch.setattr(head_layer, "causal_conv1d_update", lambda *x, **y: 1.1 * update(*x, **y))
+        request = layer.inputs(4), 3, 0, 4, 7
+        counts = ([1], [-1]) if drafts else ()
+        if wrong:
+            with pytest.raises(RuntimeError, match="expected outputs of the recurrence, got a difference of"):
+                layer.step([request], *counts)
+        else:
+            (out,) = layer.step([request], *counts)[1]
+            assert relative(out, layer.oracle(request[0])) < TOLERANCE
 
 
 def test_groups_of_mamba2(fixture):

@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.attention.backends import gdn_attn, mamba_attn
 
-    from sketchssm.vllm import head_layer, layers, registry
+    from sketchssm.vllm import head_layer, layers, registry, selfcheck
 
 from sketchssm.reference.recurrence import run
 from sketchssm.vllm.decoder import Recipe
@@ -98,6 +98,13 @@ CLASSES = {
 }
 
 
+def forward_context(metadata, config=None):
+    """As vLLM's `set_forward_context`, of a small configuration."""
+    return override_forward_context(
+        ForwardContext(no_compile_layers={}, attn_metadata=metadata, slot_mapping={}, skip_compiled=False)
+    )
+
+
 def with_heads(layer):
     """The class that the plugin makes of one of vLLM's."""
     head = getattr(layers, registry.CLASSES[layer.__name__].head)
@@ -110,6 +117,7 @@ class Fixture:
     def __init__(self, kind, system, generator, drafts=0, mode="none"):
         self.kind, self.layer = kind, LAYERS[kind] if kind != "kda" else replace_keys(LAYERS[kind])
         shape = self.layer
+        self.generator = generator
         self.random = lambda *size: torch.randn(*size, generator=generator)
         own = with_heads(CLASSES[kind])
         module = torch.nn.Module.__new__(own)
@@ -147,7 +155,7 @@ class Fixture:
         module.__dict__["recipe"] = Recipe(
             system, shape, "reference", 16, drafts, None, activation_dtype=None, gate=gate
         )
-        self.module, self.weight = module, weight[:, 0]
+        self.module = module
         speculative = SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False) if drafts else None
         config = SimpleNamespace(
             num_speculative_tokens=drafts, speculative_config=speculative, additional_config={},
@@ -160,6 +168,7 @@ class Fixture:
                 cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True),
             ),
         )  # fmt: skip
+        self.config = config
         spec = type(module).get_kv_cache_spec(module, config)
         assert spec.dtypes == (
             torch.float32,
@@ -184,40 +193,11 @@ class Fixture:
 
     def inputs(self, tokens):
         """Random activations of a request, by the names of the layer's method."""
-        shape = self.layer
-        heads, channels = shape.heads, self.weight.shape[0]
-        if self.kind == "mamba2":
-            return {"projected_states": self.random(tokens, heads * shape.value_dim + channels + heads)}
-        given = {"mixed_qkv": self.random(tokens, channels)}
-        if self.kind == "gdn":
-            return given | {"b": self.random(tokens, heads), "a": self.random(tokens, heads)}
-        gates = {"g1": self.random(1, tokens, heads, shape.key_dim), "g2": self.random(tokens, heads, shape.key_dim)}
-        return given | gates | {"beta": self.random(1, tokens, heads)}
+        return selfcheck.draw(self.module, tokens, self.generator)
 
     def oracle(self, given):
         """Outputs of a whole request."""
-        module, shape = self.module, self.layer
-        heads, keys, k_dim, v_dim = shape.heads, shape.key_heads, shape.key_dim, shape.value_dim
-        x = given["projected_states"][:, heads * v_dim : -heads] if self.kind == "mamba2" else given["mixed_qkv"]
-        mixed, _ = conv_rows(x, self.weight, None, torch.zeros(self.weight.shape[0], WIDTH - 1))
-        sizes = [(keys, k_dim), (keys, k_dim), (heads, v_dim)]
-        sizes = sizes[::-1] if self.kind == "mamba2" else sizes
-        parts = mixed.split([n * dim for n, dim in sizes], -1)
-        parts = [x.view(len(x), *size) for x, size in zip(parts, sizes, strict=True)]
-        if self.kind == "mamba2":
-            x, k, q = parts
-            step = F.softplus(given["projected_states"][:, -heads:] + module.dt_bias)
-            v, g, beta, skip, gate = x * step[..., None], module.A * step, None, module.D[:, None] * x, 1
-        else:
-            q, k, v = parts
-            q, k, skip, gate = unit(q) * k_dim**-0.5, unit(k), 0, 1
-        if self.kind == "gdn":
-            g, beta = -module.A_log.exp() * F.softplus(given["a"] + module.dt_bias), given["b"].sigmoid()
-        elif self.kind == "kda":
-            g, beta, gate = decays(module, given["g1"][0]), given["beta"][0].sigmoid(), given["g2"].sigmoid()
-        state = torch.zeros(1, *shape.state_shape)
-        out, _ = scan(shape, q, k, v, g, beta, state, [0, len(v)])
-        return (out + skip) * gate
+        return selfcheck.recurrence(self.module, given).float()
 
     def step(self, rows, accepted=None, drafted=None):
         """Run rows (given, blocks, first token, tokens, prompt) as a batch; their outputs."""
@@ -248,16 +228,8 @@ class Fixture:
         }
         shape = self.layer
         out = torch.full((tokens, shape.heads, shape.value_dim), torch.nan)
-        context = ForwardContext(
-            no_compile_layers={}, attn_metadata={self.module.prefix: meta}, slot_mapping={}, skip_compiled=False
-        )
-        with override_forward_context(context):
-            if self.kind == "mamba2":
-                self.module.conv_ssm_forward(**given, output=out.view(tokens, -1))
-            elif self.kind == "gdn":
-                self.module._forward_core(**given, core_attn_out=out)
-            else:
-                self.module._forward(**given, core_attn_out=out[None])
+        with forward_context({self.module.prefix: meta}):
+            self.module.decode_call(given, out)
         return meta, out.split(lengths.tolist())
 
 

@@ -16,6 +16,7 @@ module         content
 `inputs`       from a layer's activations to q, k, v, g and beta; `kernels` is the same on a GPU
 `metadata`     vLLM's metadata builders, with the rows of a batch
 `layers`       vLLM's layers, with heads
+`selfcheck`    checks layers in versions of vLLM that the plugin was not tested with
 `plugin`       registers layers and tells vLLM the size of blocks, when an engine switches the plugin on
 =============  =====================================================================================
 

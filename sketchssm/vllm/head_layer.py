@@ -23,6 +23,7 @@ from vllm.platforms import current_platform
 
 from sketchssm.arrays.gates import GateInput
 from sketchssm.layer.recurrence import Layer
+from sketchssm.plans.plan import SketchPlan
 from sketchssm.vllm.blocks import BlockLayout
 from sketchssm.vllm.decoder import LayerDecoder, Recipe
 from sketchssm.vllm.metadata import BatchMetadata, with_heads
@@ -165,13 +166,13 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
         if not self.active:
             return
         states, own = self.kv_cache[1], self._own_layout
-        side = kv_cache.flatten(1)[:, sum(self._state_bytes) :].view(torch.uint8) if own.bytes else None
+        side = kv_cache.flatten(1)[:, sum(self._state_bytes) :].view(torch.uint8)
         if self._ordinal == 0:
             share = 100 * self.layout.share
             logger.info("sketchssm: %s heads, %.1f%% of the states' bytes beside them", self.recipe.system, share)
-        decoder = LayerDecoder(self.recipe, states, side, own)
+        decoder = LayerDecoder(self.recipe, states, side if own.bytes else None, own)
         self.recipe.warm(decoder.head, states.device)
-        self.__dict__.update(decoder=decoder, _measured=True)
+        self.__dict__.update(decoder=decoder, _side=side, _measured=True)
 
     @property
     def _own_layout(self) -> BlockLayout:
@@ -212,7 +213,29 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
             found[self.prefix] = batch
         decoder.adopt(batch.prefill)
 
-    def _convolved(self, x: Any, weight: Any, activation: Any, batch: BatchMetadata, **others: Any) -> Any:
+    def conv_weight(self) -> Any:
+        """Weights of the convolution, ``(channels, width)``."""
+        return self.conv1d.weight.flatten(1)
+
+    @abstractmethod
+    def decode_call(self, given: dict[str, Any], out: Any) -> None:
+        """Call the method with the layer's convolution and recurrence; outputs go to `out (tokens, heads, V)`."""
+
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """Decode with a head that does not approximate, on the same pool, while the block runs."""
+        decoder = self.decoder
+        if isinstance(self.recipe.source, SketchPlan):
+            recipe = replace(self.recipe, system="standard", source=self.layer, phase=None)
+            layout = BlockLayout.behind(sum(self._state_bytes), recipe.parts())
+            side = self.__dict__["_side"] if layout.bytes else None
+            self.__dict__["decoder"] = LayerDecoder(recipe, self.kv_cache[1], side, layout)
+        try:
+            yield
+        finally:
+            self.__dict__["decoder"] = decoder
+
+    def _convolved(self, x: Any, activation: Any, batch: BatchMetadata, **others: Any) -> Any:
         """Convolution of the decoding rows."""
         rows: Any = batch.decode
         state = self.kv_cache[0] if is_conv_state_dim_first() else self.kv_cache[0].transpose(-1, -2)
@@ -224,5 +247,12 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
                 "max_query_len": 1 + self._drafts,
             }
         return causal_conv1d_update(
-            x, state, weight, self.conv1d.bias, activation, conv_state_indices=rows.slots, **drafts, **others
+            x,
+            state,
+            self.conv_weight(),
+            self.conv1d.bias,
+            activation,
+            conv_state_indices=rows.slots,
+            **drafts,
+            **others,
         )

@@ -29,6 +29,14 @@ class HeadMamba2(HeadLayer):
         world = self.tp_size
         return Layer("mamba2", self.num_heads // world, self.ssm_state_size, self.head_dim, self.n_groups // world)
 
+    def conv_weight(self) -> Any:
+        """Weights of the convolution; on a CPU, vLLM packs those of the module."""
+        return self.conv_weights
+
+    def decode_call(self, given: dict[str, Any], out: Any) -> None:
+        """Call `conv_ssm_forward`."""
+        self.conv_ssm_forward(**given, output=out.flatten(1))
+
     def conv_ssm_forward(self, projected_states: Any, output: Any) -> None:
         """Convolve, and advance the states.
 
@@ -48,7 +56,7 @@ class HeadMamba2(HeadLayer):
     def _decode(self, projected: Any, output: Any, batch: BatchMetadata, rows: DecodeRows) -> None:
         layer, n = self.recipe_layer, projected.shape[0]
         mixed, dt = projected[:, self.tped_intermediate_size :].split([self.tped_conv_size, self.tped_dt_size], dim=-1)
-        x, k, q = self.split_hidden_states_B_C_fn(self._convolved(mixed, self.conv_weights, self.activation, batch))
+        x, k, q = self.split_hidden_states_B_C_fn(self._convolved(mixed, self.activation, batch))
         x = x.view(n, layer.heads, layer.value_dim)
         q, k = (y.view(n, layer.key_heads, layer.key_dim) for y in (q, k))
         v, g = inputs.mamba_inputs(x, dt, self.A, self.dt_bias)
@@ -79,6 +87,10 @@ class HeadGatedDeltaNet(HeadLayer):
         heads, keys = self.num_v_heads // world, self.num_k_heads // world
         return Layer("gdn", heads, self.head_k_dim, self.head_v_dim, keys)
 
+    def decode_call(self, given: dict[str, Any], out: Any) -> None:
+        """Call `_forward_core`."""
+        self._forward_core(**given, core_attn_out=out)
+
     def _forward_core(self, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any) -> None:
         batch = self._batch()
         if batch is None:
@@ -93,7 +105,7 @@ class HeadGatedDeltaNet(HeadLayer):
 
     def _decode(self, mixed: Any, b: Any, a: Any, out: Any, batch: BatchMetadata, rows: DecodeRows) -> None:
         n, keys, values = mixed.shape[0], self.key_dim // self.tp_size, self.value_dim // self.tp_size
-        mixed = self._convolved(mixed, self.conv1d.weight.flatten(1), self.activation, batch)
+        mixed = self._convolved(mixed, self.activation, batch)
         q, k, v = mixed.split([keys, keys, values], dim=-1)
         q, k = inputs.normalised(*(x.view(n, -1, self.head_k_dim) for x in (q, k)))
         g, beta = inputs.delta_inputs(a, b, self.A_log, self.dt_bias)
@@ -106,6 +118,7 @@ class HeadKimiDelta(HeadLayer):
     """Kimi Delta Attention, whose layer norms outputs within `_forward`."""
 
     kind = "kda"
+    norms = True
 
     @property
     def layer(self) -> Layer:
@@ -117,14 +130,14 @@ class HeadKimiDelta(HeadLayer):
         rate, bias = (x.detach().double().cpu().numpy() for x in (self.A_log.flatten(), self.dt_bias))
         return GateInput(rate, bias, self._bound)
 
+    def decode_call(self, given: dict[str, Any], out: Any) -> None:
+        """Call `_forward`."""
+        self._forward(**given, core_attn_out=out[None])
+
     @property
     def _bound(self) -> float | None:
         """Lower bound of the log-decays; None without one."""
         return self.gate_lower_bound
-
-    def _weight(self) -> Any:
-        """Weights of the convolution of queries, keys and values."""
-        return self.conv1d.weight.flatten(1)
 
     @eager_break_during_capture
     def _forward(self, mixed_qkv: Any, g1: Any, g2: Any, beta: Any, core_attn_out: Any) -> None:
@@ -143,7 +156,7 @@ class HeadKimiDelta(HeadLayer):
 
     def _decode(self, mixed: Any, raw: Any, b: Any, out: Any, batch: BatchMetadata, rows: DecodeRows) -> None:
         # The layer's compiled code may still use the memory of its arguments: the convolution has memory of its own.
-        mixed = self._convolved(mixed, self._weight(), "silu", batch, out=torch.empty_like(mixed))
+        mixed = self._convolved(mixed, "silu", batch, out=torch.empty_like(mixed))
         q, k, v = mixed.view(-1, 3, self.local_num_heads, self.head_dim).unbind(1)
         q, k = inputs.normalised(q, k)
         self.decoder.decode(q, k, v, raw, inputs.write_gates(b), rows, out)
@@ -152,6 +165,7 @@ class HeadKimiDelta(HeadLayer):
 class HeadGlmDelta(HeadKimiDelta):
     """Kimi Delta Attention of GLM, whose layer norms outputs behind `_forward` and has three convolutions."""
 
+    norms = False
     conv1d = property(lambda self: self.q_conv1d)
     _merged_conv_weight: Any
 
@@ -159,7 +173,8 @@ class HeadGlmDelta(HeadKimiDelta):
     def _bound(self) -> float | None:
         return self.kda_lower_bound if self.kda_safe_gate else None
 
-    def _weight(self) -> Any:
+    def conv_weight(self) -> Any:
+        """Weights of the three convolutions."""
         if self._merged_conv_weight is None:
             parts = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
             self._merged_conv_weight = torch.cat([part.weight.flatten(1) for part in parts])

@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import vllm
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
+from sketchssm.vllm import selfcheck
 from sketchssm.vllm.batches import DecodeRows, KnownTokens, PrefillRows, RowBuffers, Split, moved_rows, split_rows
+from sketchssm.vllm.registry import tested
 
 __all__ = ["BatchMetadata", "with_heads"]
 
@@ -42,6 +45,7 @@ class HeadRows:
         self._mode = vllm_config.cache_config.mamba_cache_mode
         most = vllm_config.scheduler_config.max_num_seqs
         captured = vllm_config.compilation_config.max_cudagraph_capture_size
+        self._checked = tested(vllm.__version__)
         self._buffers = RowBuffers(max(most, captured or 0), self._drafts, device)
         self._known = KnownTokens()
 
@@ -60,6 +64,9 @@ class HeadRows:
         `num_decode_draft_tokens_cpu` the draft tokens of each row, -1 for none. The other arguments but the batch are
         not used.
         """
+        if not self._checked and self._layers():
+            self._checked = True  # at the first call, before there are requests
+            selfcheck.check(self._layers()[0], self, self.vllm_config)
         batch = common_attn_metadata
         starts = batch.query_start_loc_cpu.numpy()
         lengths = np.diff(starts)

@@ -9,13 +9,14 @@ from functools import cache
 from typing import Any
 
 import torch
+import vllm
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms.interface import Platform
 
 from sketchssm.vllm import layers
 from sketchssm.vllm.head_layer import logger, settings_of, side_bytes
-from sketchssm.vllm.registry import CLASSES
+from sketchssm.vllm.registry import CLASSES, TESTED, tested
 
 __all__ = ["take"]
 
@@ -34,6 +35,14 @@ def take(layer: type) -> None:
         _without.add(name)
         logger.warning("sketchssm: no heads for layers of class %s: they decode as without the plugin", name)
         return
+    if not tested(vllm.__version__):
+        versions = " and ".join(version.rstrip(".") for version in TESTED)
+        logger.warning(
+            "sketchssm was tested with vLLM %s, not with %s: it checks a layer of class %s at start",
+            versions,
+            vllm.__version__,
+            name,
+        )
     head = getattr(layers, CLASSES[name].head)
     PluggableLayer.register_oot(type(head.__name__, (head, layer), {}), name=name)
     widen()

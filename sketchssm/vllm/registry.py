@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CLASSES", "LayerClass"]
+__all__ = ["CLASSES", "TESTED", "LayerClass", "tested"]
 
 
 @dataclass(frozen=True)
@@ -27,3 +27,11 @@ CLASSES = {
     "Glm5NextLinearAttention": LayerClass("kda", "HeadGlmDelta", "GLM 5.3 Flash"),
 }
 """The classes by name."""
+
+TESTED = ("0.32.", "0.33.")
+"""Beginnings of versions of vLLM that the plugin was tested with."""
+
+
+def tested(version: str) -> bool:
+    """Whether the plugin was tested with a version; in another, layers are checked at start."""
+    return version.startswith(TESTED)
