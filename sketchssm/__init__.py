@@ -23,6 +23,7 @@ _HOME = {
     "CoefficientMap": "layer.coefficients",
     "GateInput": "arrays.gates",
     "Moments": "calibrate.moments",
+    "Calibration": "calibrate.calibration",
     "SketchBasis": "plans.basis",
     "fit_basis": "calibrate.basis",
     "RankScores": "calibrate.scores",
@@ -67,6 +68,7 @@ _MODULES = {
 __all__ = [
     "FULL_STATE",
     "Allocation",
+    "Calibration",
     "Candidate",
     "ChannelScores",
     "CoefficientMap",
@@ -115,6 +117,7 @@ if TYPE_CHECKING:
     from sketchssm.calibrate import distributed
     from sketchssm.calibrate.allocation import Allocation, allocate_ranks
     from sketchssm.calibrate.basis import fit_basis
+    from sketchssm.calibrate.calibration import Calibration
     from sketchssm.calibrate.joint import JointScores, allocate_joint
     from sketchssm.calibrate.moments import Moments
     from sketchssm.calibrate.scores import RankScores

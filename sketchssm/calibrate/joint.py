@@ -33,7 +33,7 @@ from sketchssm.plans import traffic
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["MAP", "RANKS", "JointScores", "allocate_joint"]
+__all__ = ["MAP", "RANKS", "JointScores", "allocate_joint", "some_bits"]
 
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Ranks that are scored by default, as far as a basis has them."""
@@ -228,6 +228,17 @@ class JointScores(Accumulator):
         total.graded = other.graded if self.graded is None else self.graded
         total.__dict__.update(added(self, {name: getattr(other, name) for name in SUMS}))
         return total
+
+
+def some_bits(scores: JointScores, bits: Sequence[int], graded: bool = True) -> JointScores:
+    """Scores of some of the bits, with or without their gradients."""
+    chosen = _distinct("bits", bits, scores.bits)
+    part = JointScores.__new__(JointScores)
+    part.__dict__.update(scores.__dict__)
+    part.bits, part.graded = chosen, scores.graded and graded
+    for name in ("paired", "error", "isotropic"):
+        setattr(part, name, getattr(scores, name)[..., [scores.bits.index(each) for each in chosen]])
+    return part
 
 
 def allocate_joint(

@@ -111,7 +111,7 @@ def take_tokens(layer: Layer, q: Any, k: Any, v: Any, g: Any, beta: Any) -> tupl
 def _plausible(space: Space, layer: Layer, tokens: Tokens) -> bool:
     """What `host_tokens` checks, on a device and with one wait for it."""
     xp = space.xp
-    floats = [getattr(xp, name, None) for name in ("float64", "float32", "float16", "bfloat16")]
+    floats = [getattr(xp, name) for name in ("float64", "float32", "float16", "bfloat16") if hasattr(xp, name)]
     if any(x is not None and x.dtype not in floats for x in tokens):
         return False
     good = (tokens.g <= 0).all()

@@ -44,6 +44,7 @@ READERS = {
     "sketchssm-plan": "SketchPlan",
     "sketchssm-model-plans": "ModelPlans",
     "sketchssm-moments": "Moments",
+    "sketchssm-calibration": "Calibration",
     "sketchssm-basis": "SketchBasis",
     "sketchssm-snapshot": "Snapshot",
 }

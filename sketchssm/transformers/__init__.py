@@ -15,7 +15,7 @@ if missing := [name for name in ("torch", "transformers") if find_spec(name) is 
     )
 
 from sketchssm.plans.model_plans import ModelPlans
-from sketchssm.transformers.calibration import calibrate, fingerprint
+from sketchssm.transformers.calibration import calibrate, collect, fingerprint
 from sketchssm.transformers.evaluation import LayerTraffic, ModelEvaluation, evaluate
 from sketchssm.transformers.modeling import RecurrentLayer, layers
 from sketchssm.transformers.patching import Patch, patch, unpatch
@@ -30,6 +30,7 @@ __all__ = [
     "Recording",
     "RecurrentLayer",
     "calibrate",
+    "collect",
     "evaluate",
     "fingerprint",
     "layers",

@@ -15,28 +15,22 @@ import torch.nn.functional as F
 from sketchssm.arrays import interop
 from sketchssm.calibrate.allocation import METHODS, check_mean_rank
 from sketchssm.calibrate.basis import fit_basis
+from sketchssm.calibrate.calibration import Calibration, LayerCalibration, StoredBasis
 from sketchssm.calibrate.joint import JointScores
 from sketchssm.calibrate.moments import Moments
-from sketchssm.calibrate.plans import (
-    joint_plans,
-    mean_retained,
-    mean_sketch_rank,
-    plan_layers,
-    reduction_of,
-    residual_settings,
-)
+from sketchssm.calibrate.plans import residual_settings
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.cuda import MAX_RANK
 from sketchssm.layer.checks import check_items, check_size
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.recurrence import Tokens, check_choice, check_window
-from sketchssm.layer.residual import check_residual_bits
-from sketchssm.plans.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans
+from sketchssm.layer.residual import STEPS
+from sketchssm.plans.model_plans import LayerFingerprint, ModelFingerprint, ModelPlans
 from sketchssm.transformers.modeling import COMPILED, Call, RecurrentLayer, intercepted, layers
 from sketchssm.transformers.recording import host_inputs
 from sketchssm.transformers.text import Ids, check_ids, run_row, token_rows
 
-__all__ = ["calibrate", "fingerprint", "progress_steps"]
+__all__ = ["calibrate", "collect", "fingerprint", "progress_steps"]
 
 SAMPLES = 2**16
 """Values of a parameter that its fingerprint reads, at even distances."""
@@ -136,21 +130,94 @@ def calibrate(
 
     >>> plans = sketchssm.transformers.calibrate(model, text, tokenizer=tokenizer, reduction=10)  # doctest: +SKIP
     """
-    check_residual_bits(residual_bits)
+    method = "gradient" if method is None else method
+    check_mean_rank(mean_rank)
+    map, sketch_dtype, bits = residual_settings(map, sketch_dtype, residual_bits, method, reduction)
+    joint = bool(bits) and method != "uniform"
+    if prompts is not None and (not bits or method != "gradient"):
+        raise ValueError(f"prompts: expected None without residuals and the method 'gradient', got {method!r}")
+    collected = collect(
+        model,
+        text,
+        tokenizer=tokenizer,
+        length=length,
+        scores=("joint",) if joint else ("ranks",),
+        prompts=prompts,
+        answers=answers,
+        window=window,
+        sketch_dtype=sketch_dtype if joint else "int8",
+        bits=bits or tuple(STEPS),
+        method=method,
+        rank_max=rank_max,
+        progress=progress,
+    )
+    chosen: Any = {"map": map, "sketch_dtype": sketch_dtype, "residual_bits": residual_bits}
+    return collected.plans(mean_rank, reduction, method=method, **chosen)
+
+
+def collect(
+    model: torch.nn.Module,
+    text: Any,
+    *,
+    tokenizer: Any = None,
+    length: int | None = None,
+    scores: Sequence[str] = ("ranks", "joint"),
+    prompts: Any = None,
+    answers: Any = None,
+    window: int = 16,
+    sketch_dtype: str = "int8",
+    bits: Sequence[int] = tuple(STEPS),
+    method: str | None = None,
+    rank_max: int | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Calibration:
+    """Collect bases and scores of all recurrent layers of a model, which give plans for any budget.
+
+    Text runs through the model as in `calibrate`.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A model of transformers for causal language modelling.
+    text, tokenizer, length, prompts, answers, window, rank_max, progress : object
+        As of `calibrate`.
+    scores : sequence of {"ranks", "joint"}, default both
+        Which scores: "ranks" for plans of a mean rank, "joint" for plans with residuals, which take about ten times
+        longer to score on a CPU.
+    sketch_dtype : {"float32", "bfloat16", "int8"}, default "int8"
+        Format of the sketches of plans with residuals.
+    bits : sequence of {1, 2, 3}, default all
+        Bits of residuals to score.
+    method : {"gradient", "error", "sensitivity", "uniform"}, optional
+        "gradient" and "sensitivity" use gradients and need a backward pass; "error" and "uniform" do not. Default:
+        "gradient".
+
+    Returns
+    -------
+    Calibration
+        Bases and scores; `Calibration.plans` makes plans.
+
+    Raises
+    ------
+    ValueError
+        If an argument of `calibrate` is refused, or a kind of scores is unknown.
+    """
     method = "gradient" if method is None else method
     check_choice("method", method, METHODS)
-    check_mean_rank(mean_rank)
+    kinds = tuple(check_items("scores", scores, "names"))
+    if not kinds:
+        raise ValueError("scores: expected 'ranks', 'joint' or both, got none")
+    for kind in kinds:
+        check_choice("scores", kind, ("ranks", "joint"))
     if rank_max is not None:
         check_size("rank_max", rank_max)
-    map, sketch_dtype, bits = residual_settings(map, sketch_dtype, residual_bits, method, reduction)
     found = layers(model)
     check_window(window)
     rows = token_rows(text, tokenizer, length, least=window + 2, rows=2)
     check_ids(model, rows)
+    identity = fingerprint(model)  # before any work: a model with offloaded layers has none
     step = progress or (lambda label: None)
     questions, wanted = _answered(prompts, answers, window + 2)
-    if questions and (not bits or method != "gradient"):
-        raise ValueError(f"prompts: expected None without residuals and the method 'gradient', got {method!r}")
     check_ids(model, questions, "prompts")
     fit, score = rows[: len(rows) * 2 // 3], rows[len(rows) * 2 // 3 :]
     graded = method in ("gradient", "sensitivity")
@@ -168,37 +235,26 @@ def calibrate(
     for name, sums in moments.items():
         layer = sums.layer
         bases[name] = fit_basis(sums, min(rank_max or MAX_RANK, layer.key_dim, layer.value_dim))
-    joint = bool(bits) and method != "uniform"
     every = max(1, sum(row.size // window for row in score) // WINDOWS)
     form: Any = {"bits": bits, "sketch_dtype": sketch_dtype}
-    scores: dict[str, Any] = {
-        name: JointScores(basis, every=every, **form) if joint else RankScores(basis) for name, basis in bases.items()
-    }
-    _score(model, scores, score, None, graded, "scores", step)
-    if joint:
-        asked = {name: JointScores(basis, **form) for name, basis in bases.items()}
+    made: dict[str, dict[str, Any]] = {name: {} for name in found}
+    for name, basis in bases.items():
+        if "ranks" in kinds:
+            made[name]["ranks"] = RankScores(basis)
+        if "joint" in kinds:
+            made[name]["joint"] = JointScores(basis, every=every, **form)
+    _score(model, made, score, None, graded, "scores", step)
+    if questions and "joint" in kinds:
+        asked = {name: {"answers": JointScores(basis, **form)} for name, basis in bases.items()}
         _score(model, asked, questions, wanted, True, "answers", step)
-        shapes = [x.layer for x in found.values()]
-        budget = reduction or reduction_of(shapes, window, mean_rank, sketch_dtype, residual_bits)
-        second = list(asked.values()) if questions else None
-        planned, allocation = joint_plans(list(bases.values()), list(scores.values()), budget, second)
-    else:
-        settings: Any = {"map": map, "sketch_dtype": sketch_dtype, "residual_bits": residual_bits}
-        planned, allocation = plan_layers(list(bases.values()), list(scores.values()), mean_rank, method, **settings)
-    plans = dict(zip(found, planned, strict=True))
-    if joint:
-        retained = {name: scores[name].retained(plan.ranks, plan.residual_bits) for name, plan in plans.items()}
-        mean_rank = mean_sketch_rank(planned)
-    else:
-        retained = {name: mean_retained(scores[name], plan.ranks) for name, plan in plans.items()}
-    tokens = sum(row.size for row in rows)
-    summary = AllocationSummary(float(mean_rank), allocation.method, allocation.gap, retained, tokens)
-    return ModelPlans(plans, fingerprint(model), summary)
+        made = {name: own | asked[name] for name, own in made.items()}
+    parts = {name: LayerCalibration(StoredBasis.of(bases[name]), **own) for name, own in made.items()}
+    return Calibration(parts, identity, sum(row.size for row in rows))
 
 
 def _score(
     model: torch.nn.Module,
-    scores: Mapping[str, RankScores | JointScores],
+    scores: Mapping[str, Mapping[str, RankScores | JointScores]],
     rows: Sequence[Ids],
     wanted: Sequence[Mask] | None,
     graded: bool,
@@ -206,7 +262,7 @@ def _score(
     step: Callable[[str], None],
 ) -> None:
     """Add the samples of rows to scores, with gradients of the loss of all tokens or of the wanted ones."""
-    with _streamed(model, {name: _adder(sums) for name, sums in scores.items()}, graded):
+    with _streamed(model, {name: _adder(*sums.values()) for name, sums in scores.items()}, graded):
         for i, row in enumerate(rows):
             step(f"{label}, row {i + 1} of {len(rows)}")
             if graded:
@@ -309,10 +365,17 @@ class _Stream:
             self._take(tokens, grad.detach().float().cpu().numpy())
 
 
-def _adder(sums: Moments | RankScores | JointScores) -> Take:
-    if isinstance(sums, Moments):
-        return lambda tokens, grad: sums.update(*tokens)
-    return lambda tokens, grad: sums.update(*tokens, grad=grad)
+def _adder(*sums: Moments | RankScores | JointScores) -> Take:
+    """Add the inputs of one layer to sums, of which all but moments take gradients."""
+
+    def take(tokens: Tokens, grad: Any) -> None:
+        for each in sums:
+            if isinstance(each, Moments):
+                each.update(*tokens)
+            else:
+                each.update(*tokens, grad=grad)
+
+    return take
 
 
 @contextmanager

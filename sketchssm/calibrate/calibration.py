@@ -1,0 +1,336 @@
+"""One file for any budget: bases and score curves of several layers, from which plans are made on demand."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from sketchssm.calibrate.joint import JointScores, some_bits
+from sketchssm.calibrate.plans import (
+    joint_plans,
+    mean_retained,
+    mean_sketch_rank,
+    plan_layers,
+    reduction_of,
+    residual_settings,
+)
+from sketchssm.calibrate.scores import RankScores
+from sketchssm.calibrate.sums import Accumulator
+from sketchssm.layer.checks import check_size
+from sketchssm.layer.coefficients import CoefficientMap
+from sketchssm.layer.recurrence import Layer, check_instance
+from sketchssm.plans.basis import SketchBasis
+from sketchssm.plans.files import FileFormat, check_array, load_file, save_file
+from sketchssm.plans.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans
+from sketchssm.plans.plan import SketchPlan
+
+__all__ = ["Calibration", "LayerCalibration", "StoredBasis", "make_plans"]
+
+FORMAT = FileFormat("sketchssm-calibration", 1, ())
+"""A tensor has the name of its layer, a dot, and its name: of the basis, or of a sum after the name of its scores."""
+
+COLUMNS = ("omega", "weighted", "projection")
+
+SCORES: dict[str, type[Accumulator]] = {"ranks": RankScores, "joint": JointScores, "answers": JointScores}
+"""Scores of a layer by name."""
+
+SETTINGS = {
+    "ranks": ("window", "rank_max", "graded"),
+    "joint": ("window", "ranks", "bits", "sketch_dtype", "every", "graded"),
+    "answers": ("window", "ranks", "bits", "sketch_dtype", "every", "graded"),
+}
+"""Settings of scores that a file keeps."""
+
+Scores = TypeVar("Scores", bound=Accumulator)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredBasis:
+    """Columns of a `SketchBasis` in float32, as plans hold them: all that a plan takes from a basis.
+
+    `weighted` and its `projection` are None if the metric of the states is not known.
+    """
+
+    layer: Layer
+    window: int
+    omega: npt.NDArray[np.float32]
+    weighted: npt.NDArray[np.float32] | None
+    projection: npt.NDArray[np.float32] | None
+
+    @classmethod
+    def of(cls, basis: SketchBasis) -> StoredBasis:
+        """All columns of a basis."""
+        forms = [basis.columns(basis.rank_max)[0], *basis.columns(basis.rank_max, weighted=True)]
+        return cls(basis.layer, basis.window, *(x.astype(np.float32) for x in forms))
+
+    @property
+    def rank_max(self) -> int:
+        """Number of columns."""
+        return int(self.omega.shape[-1])
+
+    def columns(self, rank: int, weighted: bool = False) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """See `SketchBasis.columns`."""
+        if check_size("rank", rank) > self.rank_max:
+            raise ValueError(f"rank: expected 1 to rank_max={self.rank_max}, got {rank}")
+        if not weighted:
+            return self.omega[..., :rank], self.omega[..., :rank]
+        if self.weighted is None or self.projection is None:
+            raise ValueError("map: expected one without the states' metric, which this calibration does not have")
+        return self.weighted[..., :rank], self.projection[..., :rank]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCalibration:
+    """Basis and scores of one layer. Scores that were not collected are None."""
+
+    basis: StoredBasis
+    ranks: RankScores | None = None
+    joint: JointScores | None = None
+    answers: JointScores | None = None
+
+
+class Calibration:
+    """Bases and score curves of several layers, which give plans for any budget.
+
+    Made by `sketchssm.transformers.collect`. `save` writes a file of a few megabytes a layer, and a loaded calibration
+    gives the same plans bit for bit.
+
+    Parameters
+    ----------
+    layers : mapping of str to LayerCalibration
+        Bases and scores by the names of the layers.
+    fingerprint : ModelFingerprint, optional
+        The model of the layers.
+    tokens : int, default 0
+        Tokens of calibration text.
+
+    Attributes
+    ----------
+    layers, fingerprint, tokens
+        As given.
+
+    Raises
+    ------
+    ValueError
+        If there are no layers, or the fingerprint has others.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, LayerCalibration], fingerprint: ModelFingerprint | None = None, tokens: int = 0
+    ) -> None:
+        if not layers:
+            raise ValueError("layers: expected at least one layer, got none")
+        for name, own in layers.items():
+            check_instance(f"layers[{name!r}]", own, LayerCalibration)
+        if fingerprint is not None and list(fingerprint.layers) != list(layers):
+            raise ValueError(f"layers: expected {', '.join(fingerprint.layers)} of the fingerprint, got others")
+        self.layers = dict(layers)
+        self.fingerprint = fingerprint
+        self.tokens = int(tokens)
+
+    def __repr__(self) -> str:
+        """Model, number of layers and collected scores in one line."""
+        first = next(iter(self.layers.values()))
+        have = [name for name in SCORES if getattr(first, name) is not None]
+        model = "traces" if self.fingerprint is None else self.fingerprint.model
+        return f"Calibration({model}, layers={len(self.layers)}, scores={', '.join(have)})"
+
+    def plans(
+        self,
+        mean_rank: float = 7.0,
+        reduction: float | None = None,
+        *,
+        map: str | CoefficientMap | None = None,
+        sketch_dtype: str | None = None,
+        residual_bits: int = 0,
+        method: str | None = None,
+        rank_max: int | None = None,
+    ) -> ModelPlans:
+        """Make plans of all layers under one budget.
+
+        Parameters
+        ----------
+        mean_rank : float, default 7
+            Budget: the read traffic of all heads of all layers at this rank.
+        reduction : float, optional
+            Budget of plans with residuals, in place of `mean_rank`: how many times less state traffic than standard
+            decode.
+        map : CoefficientMap or str, optional
+            Coefficient map. Default: "subspace" with residuals, else "ridge".
+        sketch_dtype : {"float32", "bfloat16", "int8"}, optional
+            Format of the sketches; with residuals that of the scores. Default: "int8" with residuals, else "bfloat16".
+        residual_bits : {0, 1, 2, 3}, default 0
+            Bits of the residuals of every sketched head; 0 with a `reduction`: the allocation chooses them.
+        method : {"gradient", "error", "sensitivity", "uniform"}, optional
+            Score for the allocation, see `sketchssm.allocate_ranks`. Default: "gradient" if there are gradients, else
+            "error".
+        rank_max : int, optional
+            Largest rank of a head. Default: the columns of the bases.
+
+        Returns
+        -------
+        ModelPlans
+            Plans by the names of the layers.
+
+        Raises
+        ------
+        ValueError
+            If a setting is out of range, the scores for it were not collected, or there is no model's fingerprint.
+        """
+        if self.fingerprint is None:
+            raise ValueError("calibration: expected one of a model, got one of layers without a model's fingerprint")
+        settings: Any = {"map": map, "sketch_dtype": sketch_dtype, "residual_bits": residual_bits}
+        plans, summary = make_plans(self, mean_rank, reduction, method=method, rank_max=rank_max, **settings)
+        return ModelPlans(plans, self.fingerprint, summary)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write bases and scores to one safetensors file, all or nothing.
+
+        Parameters
+        ----------
+        path : str or PathLike
+            Where to; the new file replaces an existing one when it is complete.
+        """
+        tensors: dict[str, npt.NDArray[Any]] = {}
+        layers: dict[str, Any] = {}
+        for name, own in self.layers.items():
+            entry: dict[str, Any] = {"layer": asdict(own.basis.layer), "window": own.basis.window}
+            for column in COLUMNS:
+                if (array := getattr(own.basis, column)) is not None:
+                    tensors[f"{name}.{column}"] = array
+            for kind in SCORES:
+                if (scores := getattr(own, kind)) is not None:
+                    tensors |= {f"{name}.{kind}.{each}": getattr(scores, each) for each in scores.sums}
+                    entry[kind] = {each: getattr(scores, each) for each in SETTINGS[kind]}
+            if self.fingerprint is not None:
+                identity = self.fingerprint.layers[name]
+                entry |= {"module": identity.module, "parameters": identity.parameters}
+            layers[name] = entry
+        model = None if self.fingerprint is None else self.fingerprint.model
+        save_file(path, FORMAT, tensors, {"model": model, "layers": layers, "tokens": self.tokens})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Calibration:
+        """Read a file that `save` wrote, and check all of it.
+
+        Parameters
+        ----------
+        path : str or PathLike
+            Where from.
+
+        Returns
+        -------
+        Calibration
+            Bases and scores.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such file.
+        FileFormatError
+            If the file is damaged, holds no calibration, is of another version, or contradicts itself.
+        """
+        return load_file(path, FORMAT, cls._build)
+
+    @classmethod
+    def _build(cls, tensors: dict[str, npt.NDArray[Any]], model: Any, layers: Any, tokens: Any) -> Calibration:
+        found, identities = {}, {}
+        for name, entry in layers.items():
+            layer = Layer(**entry["layer"])
+            omega = tensors[f"{name}.omega"]
+            shape = (layer.heads, layer.key_dim, omega.shape[-1])
+            columns = [tensors.get(f"{name}.{column}") for column in COLUMNS]
+            for column, array in zip(COLUMNS, columns, strict=True):
+                if array is not None:
+                    check_array(f"{name}.{column}", array, shape, np.float32)
+            basis = StoredBasis(layer, entry["window"], *columns)  # type: ignore[arg-type]
+            scores = {
+                kind: _restored(SCORES[kind], basis, entry[kind], f"{name}.{kind}", tensors)
+                for kind in SCORES
+                if kind in entry
+            }
+            found[name] = LayerCalibration(basis, **scores)  # type: ignore[arg-type]
+            if model is not None:
+                identities[name] = LayerFingerprint(str(entry["module"]), layer, str(entry["parameters"]))
+        fingerprint = None if model is None else ModelFingerprint(str(model), identities)
+        return cls(found, fingerprint, tokens)
+
+
+def _restored(
+    kind: type[Scores], basis: StoredBasis, settings: dict[str, Any], name: str, tensors: dict[str, npt.NDArray[Any]]
+) -> Scores:
+    """Scores from their settings and sums."""
+    scores = kind.__new__(kind)
+    own: dict[str, Any] = {
+        each: tuple(value) if isinstance(value, list) else value for each, value in settings.items()
+    }
+    vars(scores).update(own, layer=basis.layer, _omega=basis.omega)
+    heads = basis.layer.heads
+    if kind is RankScores:
+        tail: dict[str, tuple[int, ...]] = {each: (own["rank_max"] + 1,) for each in ("error", "paired", "weighted")}
+    else:
+        tail = {each: (len(own["ranks"]), len(own["bits"])) for each in ("paired", "error", "isotropic")}
+    for each in kind.sums:
+        array, dtype = tensors[f"{name}.{each}"], np.int64 if each == "samples" else np.float64
+        check_array(f"{name}.{each}", array, (heads, *tail.get(each, ())), dtype)
+        vars(scores)[each] = array
+    return scores
+
+
+def make_plans(
+    calibration: Calibration,
+    mean_rank: float,
+    reduction: float | None,
+    *,
+    map: str | CoefficientMap | None,
+    sketch_dtype: str | None,
+    residual_bits: int,
+    method: str | None,
+    rank_max: int | None,
+) -> tuple[dict[str, SketchPlan], AllocationSummary]:
+    """Plans by the names of the layers, and how ranks were allocated; see `Calibration.plans`."""
+    chosen, form, bits = residual_settings(map, sketch_dtype, residual_bits, method, reduction)
+    layers = calibration.layers
+    bases: Any = [own.basis for own in layers.values()]
+    if bits and method != "uniform":
+        joint = _joint_scores(calibration, "joint", bits, method, form)
+        answers = None
+        if all(own.answers is not None for own in layers.values()) and method != "error":
+            answers = _joint_scores(calibration, "answers", bits, method, form)
+        shapes = [basis.layer for basis in bases]
+        budget = reduction or reduction_of(shapes, bases[0].window, mean_rank, form, residual_bits)
+        planned, allocation = joint_plans(bases, joint, budget, answers)
+        retained = [own.retained(plan.ranks, plan.residual_bits) for own, plan in zip(joint, planned, strict=True)]
+        mean_rank = mean_sketch_rank(planned)
+    else:
+        ranks = _collected(calibration, "ranks")
+        settings: Any = {"map": chosen, "sketch_dtype": form, "residual_bits": residual_bits, "rank_max": rank_max}
+        planned, allocation = plan_layers(bases, ranks, mean_rank, method, **settings)
+        retained = [mean_retained(own, plan.ranks) for own, plan in zip(ranks, planned, strict=True)]
+    kept = dict(zip(layers, retained, strict=True))
+    summary = AllocationSummary(float(mean_rank), allocation.method, allocation.gap, kept, calibration.tokens)
+    return dict(zip(layers, planned, strict=True)), summary
+
+
+def _collected(calibration: Calibration, kind: str) -> list[Any]:
+    """Scores of one kind, of all layers."""
+    found: list[Any] = [getattr(own, kind) for own in calibration.layers.values()]
+    if None in found:
+        need = "of mean ranks" if kind == "ranks" else "of residuals"
+        raise ValueError(f"calibration: expected scores {need}, which were not collected")
+    return found
+
+
+def _joint_scores(
+    calibration: Calibration, kind: str, bits: Sequence[int], method: str | None, form: str
+) -> list[JointScores]:
+    """Joint scores of some bits, without gradients for the method "error"."""
+    found = _collected(calibration, kind)
+    if form != found[0].sketch_dtype:
+        raise ValueError(f"sketch_dtype: expected {found[0].sketch_dtype!r} of the joint scores, got {form!r}")
+    return [some_bits(scores, bits, method != "error") for scores in found]

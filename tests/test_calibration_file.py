@@ -1,0 +1,122 @@
+"""Calibrations: plans of any budget from one file."""
+
+import numpy as np
+import pytest
+from samples import parts_of, tokens_of
+
+import sketchssm as ss
+from sketchssm.calibrate.calibration import FORMAT, LayerCalibration, StoredBasis, make_plans
+from sketchssm.calibrate.plans import joint_plans, plan_layers
+from sketchssm.plans.files import FileFormatError, save_file
+from sketchssm.plans.model_plans import LayerFingerprint, ModelFingerprint
+
+LAYERS = {"layers.0": ss.Layer("gdn", 4, 32, 24, 2), "layers.2": ss.Layer("mamba2", 3, 16, 24)}
+MODEL = ModelFingerprint("Model", {name: LayerFingerprint("Mixer", layer, "00") for name, layer in LAYERS.items()})
+
+
+@pytest.fixture(scope="module")
+def made():
+    rng = np.random.default_rng(0)
+    bases, ranks, joint, answers = [], [], [], []
+    for layer in LAYERS.values():
+        tokens = tokens_of(rng, layer, 2, 80)
+        grad = rng.standard_normal(tokens.v.shape)
+        moments = ss.Moments(layer, window=8)
+        moments.update(*tokens)
+        bases.append(ss.fit_basis(moments, 8))
+        ranks.append(ss.RankScores(bases[-1]))
+        ranks[-1].update(*tokens, grad=grad)
+        for scores, slope in ((joint, grad), (answers, grad**3)):
+            scores.append(ss.JointScores(bases[-1]))
+            scores[-1].update(*tokens, grad=slope)
+    return bases, ranks, joint, answers
+
+
+@pytest.fixture
+def calibration(made):
+    bases, *scores = made
+    layers = zip(LAYERS, bases, *scores, strict=True)
+    return ss.Calibration({name: LayerCalibration(StoredBasis.of(b), *own) for name, b, *own in layers}, MODEL, 160)
+
+
+def same(one, other):
+    assert list(one) == list(other)
+    for a, b in zip(one.values(), other.values(), strict=True):
+        assert a.fingerprint == b.fingerprint
+
+
+def test_plans_are_those_of_the_scores(made, calibration):
+    bases, ranks, joint, answers = made
+    for mean, how in (
+        (2, {}),
+        (4, {"map": "prior", "sketch_dtype": "int8", "method": "error"}),
+        (3.5, {"rank_max": 4}),
+    ):
+        planned, _ = plan_layers(bases, ranks, mean, **how)
+        same(calibration.plans(mean_rank=mean, **how), dict(zip(LAYERS, planned, strict=True)))
+    planned, allocation = joint_plans(bases, joint, 3.0, answers)
+    plans = calibration.plans(reduction=3)
+    same(plans, dict(zip(LAYERS, planned, strict=True)))
+    assert plans.fingerprint == MODEL
+    assert (plans.allocation.method, plans.allocation.gap) == ("joint", allocation.gap)
+    assert plans.allocation.tokens == 160
+    blind = calibration.plans(reduction=3, method="error")
+    assert blind.allocation.method == "joint-error"
+    two = calibration.plans(mean_rank=2, residual_bits=2)
+    assert {int(bits) for plan in two.values() for bits in plan.residual_bits} <= {0, 2}
+    uniform = calibration.plans(mean_rank=2, residual_bits=2, method="uniform")
+    assert all((plan.ranks == 2).all() for plan in uniform.values())
+
+
+def test_a_file_gives_the_same_plans(calibration, tmp_path):
+    calibration.save(tmp_path / "c.safetensors")
+    loaded = ss.Calibration.load(tmp_path / "c.safetensors")
+    assert repr(loaded) == repr(calibration) == "Calibration(Model, layers=2, scores=ranks, joint, answers)"
+    assert (loaded.fingerprint, loaded.tokens) == (MODEL, 160)
+    for how in (
+        {"mean_rank": 3},
+        {"mean_rank": 2, "map": "offline"},
+        {"reduction": 3},
+        {"mean_rank": 2, "residual_bits": 1},
+    ):
+        same(loaded.plans(**how), calibration.plans(**how))
+    loaded.save(tmp_path / "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "c.safetensors").read_bytes()
+
+
+def test_without_a_model(calibration, made):
+    own = ss.Calibration(calibration.layers)
+    with pytest.raises(ValueError, match=r"^calibration: expected one of a model"):
+        own.plans()
+    how = {"map": None, "sketch_dtype": None, "residual_bits": 0, "method": None, "rank_max": None}
+    same(make_plans(own, 3, None, **how)[0], calibration.plans(3))
+
+
+def test_refusals(calibration, made, tmp_path):
+    with pytest.raises(ValueError, match=r"^layers: expected at least one"):
+        ss.Calibration({})
+    with pytest.raises(ValueError, match=r"^layers: expected layers.0, layers.2 of the fingerprint"):
+        ss.Calibration({"layers.0": calibration.layers["layers.0"]}, MODEL)
+    bare = {name: LayerCalibration(own.basis, own.ranks) for name, own in calibration.layers.items()}
+    with pytest.raises(ValueError, match="expected scores of residuals, which were not collected"):
+        ss.Calibration(bare, MODEL).plans(reduction=3)
+    with pytest.raises(ValueError, match=r"^sketch_dtype: expected 'int8' of the joint scores, got 'float32'"):
+        calibration.plans(reduction=3, sketch_dtype="float32")
+    path = tmp_path / "c.safetensors"
+    calibration.save(path)
+    fields, tensors = parts_of(path)
+    tensors["layers.0.ranks.error"] = tensors["layers.0.ranks.error"][:, :-1].copy()
+    save_file(path, FORMAT, tensors, fields)
+    with pytest.raises(FileFormatError, match=r"layers.0.ranks.error: expected float64 of shape \(4, 9\)"):
+        ss.Calibration.load(path)
+    with pytest.raises(FileNotFoundError):
+        ss.Calibration.load(tmp_path / "none")
+
+
+def test_a_basis_without_a_metric_has_no_weighted_columns(calibration):
+    basis = calibration.layers["layers.0"].basis
+    bare = StoredBasis(basis.layer, basis.window, basis.omega, None, None)
+    with pytest.raises(ValueError, match=r"^map: expected one without the states' metric"):
+        bare.columns(2, weighted=True)
+    with pytest.raises(ValueError, match=r"^rank: expected 1 to rank_max=8, got 9"):
+        bare.columns(9)
