@@ -11,6 +11,7 @@ from test_cli import invoke
 from tiny_models import make, prompt
 
 import sketchssm as ss
+from sketchssm.plans.files import FileFormatError
 from sketchssm.study.tasks import Score, make_prompts
 
 torch = pytest.importorskip("torch")
@@ -164,6 +165,84 @@ def test_types_of_parameters(folder, plans):
     assert report["patched_loss"] == pytest.approx(report["loss"], abs=0.1)
 
 
+def test_a_kept_calibration_gives_plans(folder, plans, tmp_path):
+    """The plans beside it, and those of another budget with residuals."""
+    arguments = ["--model", folder, "--text", folder / "text.txt", *SHORT, "--window", 4, "--mean-rank", 3]
+    kept, beside = tmp_path / "c.safetensors", tmp_path / "p.safetensors"
+    invoke("calibrate", *arguments, "--keep", kept, "--out", beside)
+    assert beside.read_bytes() == plans[0].read_bytes()
+    out = tmp_path / "q.safetensors"
+    assert "at mean rank 3" in invoke("calibrate", "--from", kept, "--mean-rank", 3, "--out", out).output
+    assert out.read_bytes() == plans[0].read_bytes()
+    invoke("calibrate", "--from", kept, "--reduction", 1.5, "--out", out)
+    wanted = st.ModelPlans.load(out)
+    assert wanted.reduction >= 1.5 * (1 - 1e-9)
+    assert wanted.allocation.method == "joint"
+
+
+def published(folder, spoil=lambda contents: None):
+    """A file by the authors' documented format, of the first two layers' scores with one basis for two heads."""
+    rng = np.random.default_rng(0)
+    layers = st.fingerprint(make("Qwen3Next")).layers
+    layer = next(iter(layers.values())).layer
+    count, groups, rank = len(layers), layer.key_heads, min(layer.key_dim, layer.value_dim)
+    curves = np.cumsum(rng.random((count, layer.heads, rank + 1)), axis=-1)[..., ::-1].copy()
+    contents = {
+        "format": "sketchssm-calibration",
+        "schema_version": 1,
+        "model": {"name": "tiny", "family": layer.kind},
+        "geometry": {
+            "key_dim": layer.key_dim, "value_dim": layer.value_dim, "groups": groups, "window": 16, "erase": True,
+        },
+        "max_rank": rank,
+        "omega": torch.from_numpy(rng.standard_normal((count, groups, rank, layer.key_dim)).astype(np.float32)),
+        "curves": {"joint_dot_sq_sum": torch.from_numpy(curves), "joint_nstep": 100, "meta": {}},
+        "layer_ids": [int(name.split(".")[2]) for name in layers],
+    }  # fmt: skip
+    spoil(contents)
+    path = folder / "calibration.pt"
+    torch.save(contents, path)
+    return path, contents, layer
+
+
+def test_import_of_published_calibrations(folder, tmp_path):
+    path, contents, layer = published(tmp_path)
+    kept, out = tmp_path / "c.safetensors", tmp_path / "p.safetensors"
+    invoke("calibrate", "--import", path, "--model", folder, "--keep", kept, "--mean-rank", 3, "--out", out)
+    plans = st.ModelPlans.load(out)
+    assert {name: plan.fingerprint for name, plan in ss.Calibration.load(kept).plans(3).items()} == {
+        name: plan.fingerprint for name, plan in plans.items()
+    }
+    omega = contents["omega"].double().numpy()
+    for place, plan in enumerate(plans.values()):
+        for head in range(layer.heads):
+            own = omega[place, head * len(omega[place]) // layer.heads, : plan.omega.shape[-1]].T
+            frame = plan.omega[head].astype(np.float64)
+            # columns of the file, in float32, lie in the span of the plan's first columns, at every rank
+            for rank in range(1, own.shape[1] + 1):
+                rest = own[:, :rank] - frame[:, :rank] @ (frame[:, :rank].T @ own[:, :rank])
+                assert np.abs(rest).max() < 1e-5
+    with pytest.raises(ValueError, match=r"^map: expected one without the states' metric"):
+        ss.Calibration.load(kept).plans(3, map="prior")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (lambda c: c.update(schema_version=2), "expected a sketchssm-calibration of schema 1"),
+        (lambda c: c["model"].update(family="kda"), "layer model.layers.0.linear_attn: expected kind, K, V and heads"),
+        (lambda c: c.update(layer_ids=[0] * len(c["omega"])), "layer_ids: expected the layers"),
+        (lambda c: c.update(omega=c["omega"][1:]), "recurrent layers, got"),
+        (lambda c: c["omega"].fill_(np.nan), "omega: expected a tensor of 4 axes and finite numbers"),
+        (lambda c: c.update(model=print), "calibration.pt: "),  # code is not loaded
+    ],
+)
+def test_refused_imports(spoil, match, tmp_path):
+    path = published(tmp_path, spoil)[0]
+    with pytest.raises(FileFormatError, match=match):
+        st.import_calibration(path, make("Qwen3Next"))
+
+
 CALIBRATE = "calibrate --out x --model {} --text {}/text.npy"
 EVALUATE = "evaluate --model {} --text {}/text.npy"
 TASKS = f"{EVALUATE} --length 80 --plans standard --tasks keys"
@@ -173,6 +252,8 @@ TASKS = f"{EVALUATE} --length 80 --plans standard --tasks keys"
     ("arguments", "message"),
     (
         ("calibrate --out x", "TRACES: expected trace files, or --model DIR"),
+        ("calibrate --out x --from {}/text.npy --model {}", "--model: has no effect with --from"),
+        ("calibrate --out x --keep y {}/text.npy", "--keep: has no effect without --model"),
         ("calibrate --out x --rows 3", "--rows: has no effect without --model"),
         ("calibrate --out x --model {}", "--text: expected a text for the model to read"),
         ("calibrate --out x --model {} {}/text.npy", "--model: expected no trace files with"),

@@ -29,7 +29,7 @@ from sketchssm.plans.files import FileFormat, check_array, load_file, save_file
 from sketchssm.plans.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans
 from sketchssm.plans.plan import SketchPlan
 
-__all__ = ["Calibration", "LayerCalibration", "StoredBasis", "make_plans"]
+__all__ = ["Calibration", "LayerCalibration", "StoredBasis", "make_plans", "scores_of_sums"]
 
 FORMAT = FileFormat("sketchssm-calibration", 1, ())
 """A tensor has the name of its layer, a dot, and its name: of the basis, or of a sum after the name of its scores."""
@@ -249,11 +249,12 @@ class Calibration:
                 if array is not None:
                     check_array(f"{name}.{column}", array, shape, np.float32)
             basis = StoredBasis(layer, entry["window"], *columns)  # type: ignore[arg-type]
-            scores = {
-                kind: _restored(SCORES[kind], basis, entry[kind], f"{name}.{kind}", tensors)
-                for kind in SCORES
-                if kind in entry
-            }
+            scores = {}
+            for kind, own in SCORES.items():
+                if kind in entry:
+                    place = f"{name}.{kind}"
+                    sums = {each: tensors[f"{place}.{each}"] for each in own.sums}
+                    scores[kind] = scores_of_sums(own, basis, entry[kind], sums, place)
             found[name] = LayerCalibration(basis, **scores)  # type: ignore[arg-type]
             if model is not None:
                 identities[name] = LayerFingerprint(str(entry["module"]), layer, str(entry["parameters"]))
@@ -261,14 +262,16 @@ class Calibration:
         return cls(found, fingerprint, tokens)
 
 
-def _restored(
-    kind: type[Scores], basis: StoredBasis, settings: dict[str, Any], name: str, tensors: dict[str, npt.NDArray[Any]]
+def scores_of_sums(
+    kind: type[Scores],
+    basis: StoredBasis,
+    settings: Mapping[str, Any],
+    sums: Mapping[str, npt.NDArray[Any]],
+    name: str = "scores",
 ) -> Scores:
-    """Scores from their settings and sums."""
+    """Scores from their settings and sums, whose shapes are checked."""
     scores = kind.__new__(kind)
-    own: dict[str, Any] = {
-        each: tuple(value) if isinstance(value, list) else value for each, value in settings.items()
-    }
+    own: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in settings.items()}
     vars(scores).update(own, layer=basis.layer, _omega=basis.omega)
     heads = basis.layer.heads
     if kind is RankScores:
@@ -276,9 +279,9 @@ def _restored(
     else:
         tail = {each: (len(own["ranks"]), len(own["bits"])) for each in ("paired", "error", "isotropic")}
     for each in kind.sums:
-        array, dtype = tensors[f"{name}.{each}"], np.int64 if each == "samples" else np.float64
-        check_array(f"{name}.{each}", array, (heads, *tail.get(each, ())), dtype)
-        vars(scores)[each] = array
+        dtype = np.int64 if each == "samples" else np.float64
+        check_array(f"{name}.{each}", sums[each], (heads, *tail.get(each, ())), dtype)
+        vars(scores)[each] = sums[each]
     return scores
 
 

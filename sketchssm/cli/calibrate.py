@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sketchssm.cli import options
-from sketchssm.cli.options import AT_LEAST_ONE, PATH, POSITIVE
+from sketchssm.cli.options import AT_LEAST_ONE, NEW_FILE, OLD_FILE, PATH, POSITIVE
 
 if TYPE_CHECKING:
     from sketchssm.calibrate.plans import Settings
     from sketchssm.cli.output import Output
-    from sketchssm.plans.model_plans import AllocationSummary
+    from sketchssm.plans.model_plans import AllocationSummary, ModelPlans
     from sketchssm.plans.plan import SketchPlan
     from sketchssm.transformers.loading import ModelText
 
@@ -37,6 +37,9 @@ __all__ = ["command"]
     help="Budget of plans with residuals: how many times less traffic than standard decode. Each head gets a rank and "
     "1 to 3 bits, or those of --residual-bits.",
 )
+@click.option("--keep", type=NEW_FILE, help="For --model: also write its calibration, from which --from makes plans.")
+@click.option("--from", "calibration", type=OLD_FILE, help="Instead of TRACES: a calibration that --keep wrote.")
+@click.option("--import", "imported", type=OLD_FILE, help="For --model: its calibration.pt of the paper's authors.")
 @options.rank_max
 @options.map_settings
 @options.model_options
@@ -46,6 +49,9 @@ def command(
     out: Path,
     mean_rank: float,
     reduction: float | None,
+    keep: Path | None,
+    calibration: Path | None,
+    imported: Path | None,
     rank_max: int | None,
     settings: Settings,
     source: ModelText | None,
@@ -59,13 +65,21 @@ def command(
     from sketchssm.cli.output import Output, plan_paths
 
     budget: dict[str, Any] = {"mean_rank": mean_rank, "reduction": reduction, "rank_max": rank_max}
+    if calibration is not None:
+        options.refuse("with --from", ("keep", "imported", "window"))
+        options.check_files({"--from": calibration}, out=out, json=json_file)
+        _from_calibration(calibration, out, settings, Output(json_file), **budget)
+        return
     if source is None:
+        options.refuse("without --model", ("keep", "imported"))
         files = plan_paths(traces, out)
         options.check_files({"TRACES": traces}, out=files, json=json_file)
         _from_traces(traces, files, settings, Output(json_file), **budget)
         return
-    options.check_files({"--text": source.text}, out=out, json=json_file)
-    _of_model(source, out, settings, Output(json_file), **budget)
+    options.check_files({"--text": source.text, "--import": imported}, out=out, keep=keep, json=json_file)
+    if imported is not None:
+        options.refuse("with --import", ("text", "rows", "length", "window"))
+    _of_model(source, out, settings, Output(json_file), keep, imported, **budget)
 
 
 def _from_traces(
@@ -129,16 +143,48 @@ def _from_traces(
     output.finish({"plans": [{"plan": name} | own for name, own in facts.items()]} | totals)
 
 
-def _of_model(source: ModelText, out: Path, settings: Settings, output: Output, **budget: Any) -> None:
-    """Make one file with the plans of a model."""
-    from sketchssm.cli.output import save_plans
-    from sketchssm.transformers import calibrate
+def _of_model(
+    source: ModelText,
+    out: Path,
+    settings: Settings,
+    output: Output,
+    keep: Path | None,
+    imported: Path | None,
+    **budget: Any,
+) -> None:
+    """Make one file with the plans of a model, and a file of its calibration to keep."""
+    from sketchssm.transformers import calibrate, collect, import_calibration
     from sketchssm.transformers.calibration import progress_steps
 
-    model, rows = source.load(least=2)
     chosen = vars(settings) | budget
-    with output.progress("calibrating", progress_steps(len(rows))) as step:
-        plans = calibrate(model, rows, progress=step, **chosen)
+    if imported is not None:
+        calibration = import_calibration(imported, source.load_model(), budget["rank_max"])
+    else:
+        model, rows = source.load(least=2)
+        with output.progress("calibrating", progress_steps(len(rows))) as step:
+            if keep is None:
+                _write_plans(calibrate(model, rows, progress=step, **chosen), out, output)
+                return
+            sizes: Any = {name: chosen[name] for name in ("window", "method", "rank_max")}
+            calibration = collect(model, rows, progress=step, **sizes)
+    plans = calibration.plans(**{name: x for name, x in chosen.items() if name not in ("window", "rank_max")})
+    if keep is not None:
+        calibration.save(keep)
+    _write_plans(plans, out, output)
+
+
+def _from_calibration(path: Path, out: Path, settings: Settings, output: Output, **budget: Any) -> None:
+    """Make one file with the plans of a model from its calibration."""
+    from sketchssm.calibrate.calibration import Calibration
+
+    chosen = {name: x for name, x in vars(settings).items() if name != "window"}
+    _write_plans(Calibration.load(path).plans(**budget, **chosen), out, output)
+
+
+def _write_plans(plans: ModelPlans, out: Path, output: Output) -> None:
+    """Write the plans of a model, and print them."""
+    from sketchssm.cli.output import save_plans
+
     save_plans([plans], [out])
     name = plans.fingerprint.model
     facts, totals = _show(output, f"Plans of {name}", "layer", plans, plans.allocation)

@@ -178,7 +178,11 @@ map_settings = gather(
 def _source(
     model: Path | None, text: Path | None, rows: int, length: int, dtype: str, device: str
 ) -> ModelText | None:
-    traces = click.get_current_context().params["traces"]
+    params = click.get_current_context().params
+    traces = params["traces"]
+    if params.get("calibration"):  # of `calibrate`
+        refuse("with --from", (*signature(_source).parameters, "traces"))
+        return None
     if model is None:
         refuse("without --model", tuple(signature(_source).parameters))
         if not traces:
@@ -186,7 +190,7 @@ def _source(
         return None
     if traces:
         raise click.UsageError("--model: expected no trace files with a model")
-    if text is None:
+    if text is None and not params.get("imported"):
         raise click.UsageError("--text: expected a text for the model to read")
     from sketchssm.transformers.loading import ModelText
 

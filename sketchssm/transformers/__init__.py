@@ -17,6 +17,7 @@ if missing := [name for name in ("torch", "transformers") if find_spec(name) is 
 from sketchssm.plans.model_plans import ModelPlans
 from sketchssm.transformers.calibration import calibrate, collect, fingerprint
 from sketchssm.transformers.evaluation import LayerTraffic, ModelEvaluation, evaluate
+from sketchssm.transformers.importing import import_calibration
 from sketchssm.transformers.modeling import RecurrentLayer, layers
 from sketchssm.transformers.patching import Patch, patch, unpatch
 from sketchssm.transformers.recall import recall
@@ -33,6 +34,7 @@ __all__ = [
     "collect",
     "evaluate",
     "fingerprint",
+    "import_calibration",
     "layers",
     "patch",
     "recall",

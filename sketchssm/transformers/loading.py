@@ -22,7 +22,7 @@ class ModelText:
     """A model and a text on disk, and the settings for reading them."""
 
     model: Path  # folder of the model and its tokenizer
-    text: Path  # UTF-8 text, or token ids in an npy file
+    text: Path | None  # UTF-8 text, or token ids in an npy file; None where only the model is loaded
     rows: int  # to take from the beginning of the text
     length: int  # tokens of a row
     dtype: str  # of the parameters; "auto" for the type of the files
@@ -36,13 +36,18 @@ class ModelText:
         if self.rows < least:
             raise ValueError(f"rows: expected at least {least}, got {self.rows}")
         check_version()
-        import transformers
-
         text, tokenizer = self._text()
         try:
             rows = token_rows(text, tokenizer, self.length, least=2, rows=least)
         except ValueError as error:
             raise ValueError(f"{self.text}: {error}") from error
+        return self.load_model(), rows[: self.rows]
+
+    def load_model(self) -> Any:
+        """Load the model, in evaluation mode on its device; ValueError if it can't be read."""
+        check_version()
+        import transformers
+
         transformers.utils.logging.disable_progress_bar()
         model = self._loaded("AutoModelForCausalLM", dtype=self.dtype)
         device = self.device
@@ -51,7 +56,7 @@ class ModelText:
         try:
             if torch.device(device).type == "meta":
                 raise RuntimeError("its tensors have no values")
-            return model.to(device).eval(), rows[: self.rows]
+            return model.to(device).eval()
         except (RuntimeError, AssertionError) as error:  # AssertionError: PyTorch without CUDA
             raise ValueError(f"device: {device!r} can't be used ({error})") from error
 
@@ -66,6 +71,7 @@ class ModelText:
 
     def _text(self) -> tuple[Any, Any]:
         """Token ids and None, or text and the tokenizer."""
+        assert self.text is not None
         if self.text.suffix == ".npy":
             try:
                 ids = np.load(self.text)
