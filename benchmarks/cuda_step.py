@@ -81,7 +81,7 @@ def git_commit():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(bench.SHAPES))
+    parser.add_argument("--shapes", default=",".join(bench.COMMON))
     parser.add_argument("--batches", default="1,8,32,128,256,512")
     parser.add_argument("--systems", default="standard,replay,sketch")
     parser.add_argument("--map", choices=MAPS, default="lowrank")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from tiny_models import SETTINGS, TOLERANCE, assert_same, call, forward, generate, make, plain, prompt
+from tiny_models import SETTINGS, TOLERANCE, VISION, assert_same, call, forward, generate, make, plain, prompt
 
 import sketchssm as ss
 
@@ -195,8 +195,7 @@ def test_families_of_one_model_type():
 
 def test_plans_of_a_language_model_within_another_model(qwen):
     """A vision-language model has the same layers under longer names. Its plans serve the language model, too."""
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
-    config = transformers.Qwen3_5Config(text_config=qwen.config.to_dict(), vision_config=vision)
+    config = transformers.Qwen3_5Config(text_config=qwen.config.to_dict(), vision_config=VISION)
     outer = transformers.Qwen3_5ForConditionalGeneration(config).eval()
     outer.model.language_model.load_state_dict(qwen.model.state_dict())
     outer.lm_head.load_state_dict(qwen.lm_head.state_dict())

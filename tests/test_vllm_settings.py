@@ -204,13 +204,13 @@ def recipe_of(shape, map, window=16):
     layer = bench.SHAPES[shape]
     ranks = bench.spread_ranks(layer.heads, bench.MEAN_RANKS[shape])
     gate = None
-    if layer.kind == "kda":
+    if layer.channel_decays:
         gate = ss.GateInput(np.zeros(layer.heads), np.zeros((layer.heads, layer.key_dim)))
     return Recipe("sketch", bench.random_plan(layer, ranks, window, map), gate=gate)
 
 
 @pytest.mark.parametrize("map", ("lowrank", "ridge"))
-@pytest.mark.parametrize("shape", bench.SHAPES)
+@pytest.mark.parametrize("shape", bench.COMMON)
 def test_memory_beside_the_states(shape, map):
     """At most a quarter of the states', with windows of 16 tokens, the mean ranks of the benchmarks, bf16 rings."""
     parts = recipe_of(shape, map).parts()
@@ -220,7 +220,7 @@ def test_memory_beside_the_states(shape, map):
 def test_documented_memory():
     """Rows of the table in docs/vllm.md."""
     page = (Path(__file__).parents[1] / "docs" / "vllm.md").read_text()
-    for shape in bench.SHAPES:
+    for shape in bench.COMMON:
         recipes = [recipe_of(shape, map) for map in ("lowrank", "ridge")]
         recipes.append(replace(recipes[0], system="replay", source=bench.SHAPES[shape]))
         layouts = [BlockLayout.behind(0, recipe.parts()) for recipe in recipes]

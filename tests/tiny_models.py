@@ -1,4 +1,4 @@
-"""Tiny random models of the nine classes of transformers, and ways to run them with and without heads. Models are in
+"""Tiny random models of classes of transformers, and ways to run them with and without heads. Models are in
 float32, with large random weights: outputs then depend on the states.
 """
 
@@ -32,30 +32,27 @@ EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+LATENT = {
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 16,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "n_shared_experts": 1,
+}
 HYBRID = {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "num_hidden_layers": 3}
 MAMBA = {"mamba_d_state": 24, "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_head": 16, "mamba_chunk_size": 8}
 SETTINGS = {
     "Qwen3Next": BASE | ATTENTION | DELTA | EXPERTS | HYBRID | {"head_dim": 16},
     "Qwen3_5": BASE | ATTENTION | DELTA | HYBRID | {"head_dim": 16},
-    "OlmoHybrid": BASE | ATTENTION | DELTA | HYBRID | {"linear_num_key_heads": 4},
-    "KimiLinear": BASE
-    | ATTENTION
-    | HYBRID
-    | {
-        "linear_num_heads": 4,
-        "linear_head_dim": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 16,
-        "moe_intermediate_size": 16,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "n_shared_experts": 1,
-    },
+    "OlmoHybrid": BASE | ATTENTION | DELTA | HYBRID | {"linear_num_key_heads": 4, "linear_allow_neg_eigval": True},
+    "KimiLinear": BASE | ATTENTION | HYBRID | LATENT | {"linear_num_heads": 4, "linear_head_dim": 16},
     "Mamba2": {x: y for x, y in BASE.items() if x != "intermediate_size"}
     | {"num_heads": 4, "head_dim": 16, "state_size": 24, "n_groups": 2, "chunk_size": 8, "num_hidden_layers": 2},
-    "Bamba": BASE | ATTENTION | MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "Bamba": BASE | ATTENTION | MAMBA | {"mamba_n_groups": 1, "num_hidden_layers": 3, "attn_layer_indices": [1]},
     "NemotronH": BASE
     | ATTENTION
     | {
@@ -80,6 +77,33 @@ SETTINGS = {
     },
     "FalconH1": BASE | ATTENTION | MAMBA | {"num_hidden_layers": 2, "mamba_d_ssm": 64, "head_dim": 16},
 }
+# Classes whose mixers are those of another class: tests/test_transformers_classes.py alone takes them.
+MORE = {
+    "Qwen3_5Moe": BASE | ATTENTION | DELTA | EXPERTS | HYBRID | {"head_dim": 16},
+    "Qwen4Exp": BASE
+    | ATTENTION
+    | DELTA
+    | EXPERTS
+    | HYBRID
+    | {"head_dim": 16, "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
+    | {"indexer_budget": 64, "indexer_compress_ratio": 1},
+    "LaraMini": BASE | ATTENTION | DELTA | EXPERTS | HYBRID | {"head_dim": 16},
+    "BailingHybrid": BASE
+    | LATENT
+    | HYBRID
+    | {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "n_group": 1, "topk_group": 1},
+    "Glm5Next": BASE
+    | ATTENTION
+    | HYBRID
+    | LATENT
+    | {"n_routed_experts": 2, "linear_num_heads": 4, "linear_head_dim": 16, "q_lora_rank": 16, "qk_rope_head_dim": 0}
+    | {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 2, "index_kpool": 4, "hc_mult": 2},
+    "GraniteMoeHybrid": BASE
+    | ATTENTION
+    | MAMBA
+    | HYBRID
+    | {"mamba_n_groups": 1, "num_local_experts": 2, "num_experts_per_tok": 1, "shared_intermediate_size": 16},
+}
 DELTA_LAYER = Layer("gdn", 4, 8, 12, 2)
 MAMBA_LAYER = Layer("mamba2", 4, 24, 16, 2)
 # The recurrent layers of each model: how modules are named, and their kind and shape.
@@ -89,7 +113,7 @@ LAYERS = {
     "OlmoHybrid": ("model.layers.{}.linear_attn", [0, 1], Layer("gdn", 4, 8, 12, 4)),
     "KimiLinear": ("model.layers.{}.self_attn", [0, 1], Layer("kda", 4, 16, 16, 4)),
     "Mamba2": ("backbone.layers.{}.mixer", [0, 1], MAMBA_LAYER),
-    "Bamba": ("model.layers.{}.mamba", [0, 2], MAMBA_LAYER),
+    "Bamba": ("model.layers.{}.mamba", [0, 2], Layer("mamba2", 4, 24, 16, 1)),
     "NemotronH": ("model.layers.{}.mixer", [0, 2], MAMBA_LAYER),
     "Zamba2": ("model.layers.{}.mamba", [0, 2], MAMBA_LAYER),
     "FalconH1": ("model.layers.{}.mamba", [0, 1], MAMBA_LAYER),
@@ -98,9 +122,12 @@ LAYERS = {
 
 def make(name, **settings):
     torch.manual_seed(0)
-    config = "Qwen3_5Text" if name == "Qwen3_5" else name
-    config = getattr(transformers, f"{config}Config")(**SETTINGS[name] | settings)
-    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    text = getattr(transformers, f"{name}TextConfig", None)
+    config = (text or getattr(transformers, f"{name}Config"))(**(SETTINGS | MORE)[name] | settings)
+    if hasattr(transformers, f"{name}ForCausalLM"):
+        return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    config = getattr(transformers, f"{name}Config")(text_config=config.to_dict(), vision_config=VISION)
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
 
 
 def prompt(rows=2, length=5, seed=1):

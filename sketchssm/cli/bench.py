@@ -29,7 +29,12 @@ ARRIVING = {"cuda": (32, 128, 256), "cpu": (8, 32)}
 
 
 @click.command("bench")
-@click.option("--shape", "shapes", multiple=True, help="A layer's shape by name; may be repeated.  [default: all]")
+@click.option(
+    "--shape",
+    "shapes",
+    multiple=True,
+    help="A layer's shape by name, or all; may be repeated.  [default: five]",
+)
 @click.option("--batch", "batches", type=NUMBERS, help="Rows of a step.  [default: 1,8,32; on a GPU also 128,256,512]")
 @click.option("--window", "windows", type=NUMBERS, default="16", help="Tokens from one flush to the next.")
 @click.option("--rank", "ranks", type=NUMBERS, help="Mean rank.  [default: 5 to 7, as the model allows]")
@@ -173,7 +178,7 @@ def command(
                 rank_max or (cuda.MAX_RANK if device == "cuda" else None),
                 int(residual_bits),
             )
-            for name, window in product(shapes or bench.SHAPES, windows)
+            for name, window in product(bench.SHAPES if "all" in shapes else shapes or bench.COMMON, windows)
         ]
     if raw_gate:
         if not any(case.layer.channel_decays for case in cases):
@@ -216,8 +221,9 @@ def _check(shapes: Sequence[str], duty: float, peers: bool, raw_gate: bool, devi
     from sketchssm.study import bench
 
     for name in shapes:
-        if name not in bench.SHAPES:
-            raise click.BadParameter(f"expected some of {', '.join(bench.SHAPES)}, got {name}", param_hint="--shape")
+        if name not in (*bench.SHAPES, "all"):
+            expected = f"expected all or some of {', '.join(bench.SHAPES)}, got {name}"
+            raise click.BadParameter(expected, param_hint="--shape")
     if not 0 < duty <= 1:
         raise click.BadParameter(f"expected a share in (0, 1], got {duty}", param_hint="--duty")
     if device != "cuda" and duty < 1:

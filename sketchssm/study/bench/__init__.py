@@ -21,10 +21,9 @@ from sketchssm.study.bench.device import Workload, compile_all, device_bandwidth
 from sketchssm.study.bench.host import available_cores, copy_bandwidth, measure_host
 from sketchssm.study.bench.peers import PEERS, Peer, measure_peer
 from sketchssm.study.bench.results import BenchResult, StepBytes, step_bytes
+from sketchssm.study.bench.shapes import COMMON, MEAN_RANKS, SHAPES, SHIPPED
 from sketchssm.study.bench.tables import arrival_tables, time_tables
 from sketchssm.study.bench.workloads import (
-    MEAN_RANKS,
-    SHAPES,
     random_gate,
     random_plan,
     random_tokens,
@@ -33,9 +32,11 @@ from sketchssm.study.bench.workloads import (
 )
 
 __all__ = [
+    "COMMON",
     "MEAN_RANKS",
     "PEERS",
     "SHAPES",
+    "SHIPPED",
     "ArrivalsReport",
     "ArrivalsResult",
     "BenchResult",

@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 
 from sketchssm.arrays.gates import GateInput
+from sketchssm.layer.checks import UnsupportedError
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.recurrence import Layer
 from sketchssm.plans.model_plans import load_plans
@@ -129,18 +130,30 @@ def time_cases(
     return report
 
 
+def _refusal(case: Case) -> str:
+    """Why the kernels of a GPU do not support a case's layer; empty if they do."""
+    try:
+        case.systems()[0].build(1, "cuda")
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
 def _on_device(
     cases: Sequence[Case], seconds: float, duty: float, peers: bool, seed: int, progress: Callable[[str], None]
 ) -> Report:
     """Cases on the current GPU; what does not fit, and a peer that fails, is reported, and the others are timed."""
     others = [peer for peer in PEERS if peers and any(case.layer.kind == peer.kind for case in cases)]
     lacking = {peer: lack for peer in others if (lack := peer.missing())}
+    refused = {case.shape: why for case in cases if (why := _refusal(case))}
+    cases = [case for case in cases if case.shape not in refused]
     progress("compiling")
     listed = [case.systems() for case in cases]
     kernels = {(case.shape, case.window): own for case, own in zip(cases, listed, strict=True)}
     compiled = compile_all([system for own in kernels.values() for system in own])
     bandwidth = device_bandwidth()
     report = Report(bandwidth, device=device_name(), duty=duty, compile_seconds=compiled)
+    report.not_timed += [f"{shape} was not timed: {why}" for shape, why in refused.items()]
     report.not_timed += [f"{peer.name} was not timed: {lack} is not installed." for peer, lack in lacking.items()]
 
     def failed(case: Case, name: str, error: Exception) -> None:

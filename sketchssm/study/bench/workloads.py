@@ -1,4 +1,4 @@
-"""Workloads: layers of models in use, random inputs and plans, and the systems to time."""
+"""Workloads: random inputs and plans, and the systems to time."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from sketchssm.study.systems import System, exact_systems, sketch_system
 from sketchssm.study.tables import number
 
 __all__ = [
-    "MEAN_RANKS",
-    "SHAPES",
     "random_gate",
     "random_plan",
     "random_tokens",
@@ -28,24 +26,6 @@ __all__ = [
     "systems",
     "token_at",
 ]
-
-SHAPES = {
-    "nemotron-3-super": Layer("mamba2", 128, 128, 64, 8),
-    "nemotron-nano-9b-v2": Layer("mamba2", 128, 128, 80, 8),
-    "qwen3-next": Layer("gdn", 32, 128, 128, 16),
-    "qwen3.5-large": Layer("gdn", 64, 128, 128, 16),
-    "kimi-linear": Layer("kda", 32, 128, 128, 32),
-}
-"""Recurrent layers of models in use, whole (one layer, no tensor parallelism)."""
-
-MEAN_RANKS = {
-    "nemotron-3-super": 5,
-    "nemotron-nano-9b-v2": 6,
-    "qwen3-next": 7,
-    "qwen3.5-large": 7,
-    "kimi-linear": 7,
-}
-"""Mean ranks at which the models keep their quality in the paper's evaluation."""
 
 SPREAD = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.6, 2.2)
 """Ranks of eight heads over their mean, with the long tail of an allocation."""

@@ -1,0 +1,74 @@
+"""Every class of transformers that has one of the recurrences is covered, or has a reason why not."""
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import MORE, SETTINGS, assert_same, generate, make, prompt
+
+import sketchssm as ss
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+st = ss.transformers
+FUNCTIONS = re.compile(
+    r"gated_delta_(rule|product)|kimi_delta|[a-z]_kda\b|delta_rule\b|mamba2?_chunk_scan|selective_state_update"
+    r"|LightningAttention|(chunk|recurrent)_(simple_)?(gla|linear_attn|lightning_attn|retention|rwkv\d?)\b"
+)
+"""Names of functions and classes of linear recurrences with matrices as states."""
+MAMBA1 = "Mamba-1: a decay for every element of the state"
+EXCEPTIONS = dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), MAMBA1) | {
+    "minimax": "lightning attention: the recurrence is inline in the forward",
+}
+"""Folders of modeling files that have no heads, with the reason."""
+
+
+def folder(name):
+    """Of a class's modeling file, such as ``qwen3_5``; None if this version of transformers has no such class."""
+    config = getattr(transformers, f"{name}Config", None)
+    return config and config.__module__.split(".")[-2]
+
+
+@pytest.mark.skipif(transformers.__version__ < "5.24", reason="the list is that of 5.24")
+def test_modeling_files_are_covered_or_excepted():
+    root = Path(import_module("transformers.models").__file__).parent
+    found = {path.parent.name for path in root.glob("*/modeling_*.py") if FUNCTIONS.search(path.read_text())}
+    covered = {folder(name) for name in SETTINGS | MORE}
+    assert found - covered == set(EXCEPTIONS)
+    assert covered <= found
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_class(name):
+    """Patched with exact heads it generates what it generates without, and its plans decode."""
+    if folder(name) is None:
+        pytest.skip(f"{name} is in no transformers of version {transformers.__version__}")
+    model = make(name)
+    want = generate(model, prompt())
+    with st.patch(model, "replay", slots=2, window=4, backend="reference"):
+        assert_same(generate(model, prompt()), want)
+    plans = st.calibrate(model, prompt(3, 24), mean_rank=3, window=4)
+    assert list(plans) == list(st.layers(model))
+    found = st.evaluate(model, prompt(2, 12, seed=8), plans, backend="cpu")
+    assert 0 < found.divergence < np.log(64)
+
+
+@pytest.mark.parametrize(("name", "bound"), (("BailingHybrid", -5.0), ("Glm5Next", -5.0)))
+def test_bounded_gates_reach_the_heads(name, bound):
+    if folder(name) is None:
+        pytest.skip(f"{name} is in no transformers of version {transformers.__version__}")
+    with st.record(model := make(name)) as recording, torch.no_grad():
+        model(prompt(3, 24), use_cache=False)
+    decays = [tokens.g for layer in st.layers(model) for tokens in recording.tokens(layer)]
+    assert all((bound <= g).all() and (g <= 0).all() for g in decays)
+    assert min(g.min() for g in decays) < bound / 2
+
+
+def test_write_gates_of_up_to_two_reach_the_heads():
+    with st.record(model := make("OlmoHybrid")) as recording, torch.no_grad():
+        model(prompt(3, 24), use_cache=False)
+    betas = np.concatenate([tokens.beta for layer in st.layers(model) for tokens in recording.tokens(layer)])
+    assert 1.2 < betas.max() <= 2
