@@ -147,6 +147,7 @@ def command(
     elif residual_bits != "0" and "subspace" not in maps:
         raise click.UsageError("--residual-bits: has no effect without --map subspace")
     _check(shapes, duty, peers, raw_gate, device)
+    names = list(bench.SHAPES) if "all" in shapes else shapes or bench.COMMON
     options.check_files({"--plan": plan_files}, json=json_file)
     made = {
         "version": sketchssm.__version__,
@@ -155,9 +156,8 @@ def command(
     }
     if calibrate:
         output = Output(json_file)
-        chosen_shapes = list(shapes or bench.SHAPES)
-        with output.progress("timing", len(chosen_shapes)) as step:
-            sums = bench.time_calibration(chosen_shapes, device, seconds, seed, step)
+        with output.progress("timing", len(names)) as step:
+            sums = bench.time_calibration(names, device, seconds, seed, step)
         output.table(*bench.calibration_table(sums))
         output.finish(made | vars(sums))
         return
@@ -178,7 +178,7 @@ def command(
                 rank_max or (cuda.MAX_RANK if device == "cuda" else None),
                 int(residual_bits),
             )
-            for name, window in product(bench.SHAPES if "all" in shapes else shapes or bench.COMMON, windows)
+            for name, window in product(names, windows)
         ]
     if raw_gate:
         if not any(case.layer.channel_decays for case in cases):

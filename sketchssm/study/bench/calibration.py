@@ -16,7 +16,8 @@ from sketchssm.layer.recurrence import Layer, Tokens
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.study.bench.device import device_name
 from sketchssm.study.bench.host import available_cores
-from sketchssm.study.bench.workloads import SHAPES, random_tokens
+from sketchssm.study.bench.shapes import SHAPES
+from sketchssm.study.bench.workloads import random_tokens
 from sketchssm.study.tables import Table, ruled, scientific
 
 __all__ = ["CalibrationReport", "CalibrationResult", "calibration_table", "time_calibration"]
