@@ -200,13 +200,14 @@ def test_parts_behind_a_state():
     assert BlockLayout.behind(40, parts[:1]).bytes == 0
 
 
-def recipe_of(shape, map, window=16):
+def recipe_of(shape, map, state_dtype="float32", **form):
     layer = bench.SHAPES[shape]
     ranks = bench.spread_ranks(layer.heads, bench.MEAN_RANKS[shape])
     gate = None
     if layer.channel_decays:
         gate = ss.GateInput(np.zeros(layer.heads), np.zeros((layer.heads, layer.key_dim)))
-    return Recipe("sketch", bench.random_plan(layer, ranks, window, map), gate=gate)
+    plan = bench.random_plan(layer, ranks, 16, map, **form)
+    return Recipe("sketch", plan, gate=gate, state_dtype=state_dtype)
 
 
 @pytest.mark.parametrize("map", ("lowrank", "ridge"))
@@ -226,6 +227,18 @@ def test_documented_memory():
         layouts = [BlockLayout.behind(0, recipe.parts()) for recipe in recipes]
         cells = " | ".join(f"{layout.bytes} ({layout.share:.1%})" for layout in layouts)
         assert f"| {shape} | {layouts[0].state_bytes} | {cells} |" in page
+
+
+def test_documented_capacity():
+    """Rows of the second table: bytes of a layer and request, and requests of a GiB for each layer."""
+    page = (Path(__file__).parents[1] / "docs" / "vllm.md").read_text()
+    for shape in bench.SHAPES:
+        state = BlockLayout.behind(0, recipe_of(shape, "lowrank").parts()).state_bytes
+        sizes = [state, state // 2]
+        for kind in ("float32", "bfloat16"):
+            layout = BlockLayout.behind(0, recipe_of(shape, "lowrank", kind, sketch_dtype="int8").parts())
+            sizes.append(layout.state_bytes + layout.bytes)
+        assert f"| {shape} | {' | '.join(f'{size / state:.0%}, {2**30 // size}' for size in sizes)} |" in page
 
 
 def test_documented_classes():
