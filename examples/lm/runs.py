@@ -6,6 +6,9 @@ from pathlib import Path
 
 import torch
 
+FOLDERS = {"tokens": "TOKENS", "texts": "TEXTS", "out": "RESULTS"}
+"""How commands name the folders of options."""
+
 
 def encoder(folder):
     """Tokens of a string, by the folder's tokenizer."""
@@ -45,8 +48,7 @@ def command(script, options):
     for name, value in vars(options).items():
         if value is None or value is False or value == () or name == "commit":
             continue
-        if name in ("model", "tokens", "out"):
-            value = {"model": f"MODELS/{options.model.name}", "tokens": "TOKENS", "out": "RESULTS"}[name]
+        value = {"model": f"MODELS/{options.model.name}", **FOLDERS}.get(name, value)
         values = value if isinstance(value, list | tuple) else [] if value is True else [value]
         words += [f"--{name.replace('_', '-')}", *(f"{x:g}" if isinstance(x, float) else str(x) for x in values)]
     return f"python examples/lm/{script} {shlex.join(words)}"
