@@ -10,8 +10,10 @@ from samples import relative
 from tiny_models import SETTINGS, generate, make, prompt, qwen
 
 import sketchssm as ss
+from sketchssm.arrays import interop
 from sketchssm.calibrate.allocation import allocate_ranks
 from sketchssm.calibrate.basis import fit_basis
+from sketchssm.calibrate.windows import take_tokens
 from sketchssm.plans.files import KEY
 from sketchssm.plans.model_plans import ModelPlans
 
@@ -302,7 +304,7 @@ def test_fingerprints_do_not_depend_on_the_type(plans, qwen):
 
 def test_fingerprints_of_large_parameters(qwen, monkeypatch):
     """Values at even distances, the first included."""
-    monkeypatch.setattr("sketchssm.transformers.calibration.SAMPLES", 7)
+    monkeypatch.setattr("sketchssm.transformers.identity.SAMPLES", 7)
     name = "model.layers.0.linear_attn"
     before = st.fingerprint(qwen).layers[name].parameters
     other = copy.deepcopy(qwen)
@@ -416,3 +418,23 @@ MARKS = torch.ones((1, 16), dtype=torch.bool)
 def test_bad_settings_of_residuals(qwen, settings, message):
     with pytest.raises(ValueError, match=message):
         st.calibrate(qwen, text(), window=WINDOW, **settings)
+
+
+def test_sums_stay_on_the_models_device(monkeypatch):
+    """PyTorch's CPU stands for a device: plans are those of the host, but for ties."""
+    model, settings = make("Qwen3Next"), {"window": WINDOW, "mean_rank": 3}
+    want = st.calibrate(model, text(), **settings)
+    seen = []
+
+    def take(layer, *inputs, kept=take_tokens):
+        seen.append(inputs[0])
+        return kept(layer, *inputs)
+
+    monkeypatch.setattr("sketchssm.calibrate.sums.take_tokens", take)
+    monkeypatch.setattr(interop, "is_on_device", lambda array: interop.framework(array) == "torch")
+    got = st.calibrate(model, text(), **settings)
+    assert all(torch.is_tensor(x) for x in seen)
+    for name, plan in got.items():
+        assert np.array_equal(plan.ranks, want[name].ranks)
+        # float32 products of two libraries
+        np.testing.assert_allclose(plan.omega, want[name].omega, atol=1e-3)

@@ -15,8 +15,9 @@ if missing := [name for name in ("torch", "transformers") if find_spec(name) is 
     )
 
 from sketchssm.plans.model_plans import ModelPlans
-from sketchssm.transformers.calibration import calibrate, collect, fingerprint
+from sketchssm.transformers.calibration import calibrate, collect
 from sketchssm.transformers.evaluation import LayerTraffic, ModelEvaluation, evaluate
+from sketchssm.transformers.identity import fingerprint
 from sketchssm.transformers.importing import import_calibration
 from sketchssm.transformers.modeling import RecurrentLayer, layers
 from sketchssm.transformers.patching import Patch, patch, unpatch

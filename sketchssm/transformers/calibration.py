@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -25,15 +24,13 @@ from sketchssm.layer.checks import check_items, check_size
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.recurrence import Tokens, check_choice, check_window
 from sketchssm.layer.residual import STEPS
-from sketchssm.plans.model_plans import LayerFingerprint, ModelFingerprint, ModelPlans
-from sketchssm.transformers.modeling import COMPILED, Call, RecurrentLayer, intercepted, layers
-from sketchssm.transformers.recording import host_inputs
+from sketchssm.plans.model_plans import ModelPlans
+from sketchssm.transformers.identity import fingerprint
+from sketchssm.transformers.modeling import Call, RecurrentLayer, intercepted, layers
+from sketchssm.transformers.recording import check_no_cache, host_inputs
 from sketchssm.transformers.text import Ids, check_ids, run_row, token_rows
 
-__all__ = ["calibrate", "collect", "fingerprint", "progress_steps"]
-
-SAMPLES = 2**16
-"""Values of a parameter that its fingerprint reads, at even distances."""
+__all__ = ["calibrate", "collect", "progress_steps"]
 
 WINDOWS = 512
 """Windows of text that score ranks with residuals, at even distances."""
@@ -294,48 +291,6 @@ def progress_steps(rows: int) -> int:
     return rows + 1
 
 
-def fingerprint(model: torch.nn.Module) -> ModelFingerprint:
-    """Identity of a model and its recurrent layers.
-
-    A digest covers the parameters of a layer's module, as many as `SAMPLES` values of each at even distances, rounded
-    to bfloat16 and to float16: weights of a file in bfloat16 have the same digest in every type.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        A model of transformers.
-
-    Returns
-    -------
-    ModelFingerprint
-        Class of the model, and class, shape and digest of each layer.
-
-    Raises
-    ------
-    ValueError
-        If the model has no known layers, or a parameter has no values yet (on the device "meta").
-    """
-    found = layers(model)
-    identities = {
-        name: LayerFingerprint(type(x.module).__name__, x.layer, _digest(name, x.module)) for name, x in found.items()
-    }
-    return ModelFingerprint(type(getattr(model, COMPILED, model)).__name__, identities)
-
-
-def _digest(layer: str, module: torch.nn.Module) -> str:
-    digest = sha256()
-    for name, parameter in sorted(module.named_parameters()):
-        if parameter.is_meta:
-            raise ValueError(f"model: expected loaded parameters, got {layer}.{name} on the device meta")
-        values = parameter.detach().reshape(-1)
-        values = values[:: -(-values.numel() // SAMPLES) or 1]
-        if values.is_floating_point():
-            values = values.to(torch.bfloat16).to(torch.float16).view(torch.int16)
-        digest.update(f"{name} {tuple(parameter.shape)}\n".encode())
-        digest.update(values.cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
 class _Stream:
     """Passes one layer's inputs on during the forward pass, and runs the recurrence of transformers."""
 
@@ -346,10 +301,14 @@ class _Stream:
 
     def prefill(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
         """See `sketchssm.transformers.modeling.Handler`."""
-        tokens = host_inputs(call, cache, self._layer)
+        if interop.is_on_device(call.tokens.v):  # sums are computed there
+            check_no_cache(cache)
+            tokens = Tokens(*(None if x is None else x.detach().float() for x in call.tokens))
+        else:
+            tokens = host_inputs(call, cache, self._layer)
         result = run(**given)
         if not self._gradients:
-            self._take(tokens, None)
+            self._add(tokens, None)
             return result
         out = result[0] if isinstance(result, tuple) else result
         if out.requires_grad:
@@ -362,7 +321,13 @@ class _Stream:
 
     def _pass_on(self, tokens: Tokens, grad: torch.Tensor | None) -> None:
         if grad is not None:
-            self._take(tokens, grad.detach().float().cpu().numpy())
+            self._add(tokens, grad.detach().float())
+
+    def _add(self, tokens: Tokens, grad: torch.Tensor | None) -> None:
+        try:
+            self._take(tokens, grad)
+        except ValueError as error:
+            raise ValueError(f"layer {self._layer.name}: {error}") from error
 
 
 def _adder(*sums: Moments | RankScores | JointScores) -> Take:

@@ -17,7 +17,7 @@ from sketchssm.layer.checks import check_size
 from sketchssm.layer.recurrence import Layer
 from sketchssm.plans.basis import orthonormal
 from sketchssm.plans.files import FileFormatError
-from sketchssm.transformers.calibration import fingerprint
+from sketchssm.transformers.identity import fingerprint
 
 __all__ = ["import_calibration"]
 

@@ -20,7 +20,7 @@ from sketchssm.layer.checks import UnsupportedError
 from sketchssm.plans.model_plans import ModelPlans, load_plans
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.torch import DecodeLayer
-from sketchssm.transformers.calibration import fingerprint
+from sketchssm.transformers.identity import fingerprint
 from sketchssm.transformers.modeling import Call, RecurrentLayer, intercepted, layers
 
 __all__ = ["Patch", "patch", "unpatch"]

@@ -171,14 +171,19 @@ def _refuse_padding(module: torch.nn.Module, args: Any, named: dict[str, Any]) -
 
 def host_inputs(call: Call, cache: Any, layer: RecurrentLayer) -> Tokens:
     """Inputs of a call without a cache, as float32 arrays ``(batch, tokens, ...)``."""
-    if cache is not None:
-        raise ValueError("use_cache: expected False while layers are recorded, got a call with a cache")
+    check_no_cache(cache)
     tokens = Tokens(*(None if x is None else x.detach().float().cpu().numpy() for x in call.tokens))
     try:
         check_writes(layer.layer, tokens.k, tokens.beta)
     except ValueError as error:
         raise ValueError(f"layer {layer.name}: {error}") from None
     return tokens
+
+
+def check_no_cache(cache: Any) -> None:
+    """Refuse a call with a cache."""
+    if cache is not None:
+        raise ValueError("use_cache: expected False while layers are recorded, got a call with a cache")
 
 
 class _Recorder:

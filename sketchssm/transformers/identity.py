@@ -1,0 +1,57 @@
+"""Identity of a model and its recurrent layers."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+import torch
+
+from sketchssm.plans.model_plans import LayerFingerprint, ModelFingerprint
+from sketchssm.transformers.modeling import COMPILED, layers
+
+__all__ = ["fingerprint"]
+
+SAMPLES = 2**16
+"""Values of a parameter that its fingerprint reads, at even distances."""
+
+
+def fingerprint(model: torch.nn.Module) -> ModelFingerprint:
+    """Identity of a model and its recurrent layers.
+
+    A digest covers the parameters of a layer's module, as many as `SAMPLES` values of each at even distances, rounded
+    to bfloat16 and to float16: weights of a file in bfloat16 have the same digest in every type.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A model of transformers.
+
+    Returns
+    -------
+    ModelFingerprint
+        Class of the model, and class, shape and digest of each layer.
+
+    Raises
+    ------
+    ValueError
+        If the model has no known layers, or a parameter has no values yet (on the device "meta").
+    """
+    found = layers(model)
+    identities = {
+        name: LayerFingerprint(type(x.module).__name__, x.layer, _digest(name, x.module)) for name, x in found.items()
+    }
+    return ModelFingerprint(type(getattr(model, COMPILED, model)).__name__, identities)
+
+
+def _digest(layer: str, module: torch.nn.Module) -> str:
+    digest = sha256()
+    for name, parameter in sorted(module.named_parameters()):
+        if parameter.is_meta:
+            raise ValueError(f"model: expected loaded parameters, got {layer}.{name} on the device meta")
+        values = parameter.detach().reshape(-1)
+        values = values[:: -(-values.numel() // SAMPLES) or 1]
+        if values.is_floating_point():
+            values = values.to(torch.bfloat16).to(torch.float16).view(torch.int16)
+        digest.update(f"{name} {tuple(parameter.shape)}\n".encode())
+        digest.update(values.cpu().numpy().tobytes())
+    return digest.hexdigest()
