@@ -1,12 +1,13 @@
 """Every class of transformers that has one of the recurrences is covered, or has a reason why not."""
 
+import copy
 import re
 from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_models import MORE, SETTINGS, assert_same, generate, make, prompt
+from tiny_models import MORE, SETTINGS, TOLERANCE, assert_same, forward, generate, make, prompt
 
 import sketchssm as ss
 
@@ -20,9 +21,7 @@ FUNCTIONS = re.compile(
 )
 """Names of functions and classes of linear recurrences with matrices as states."""
 MAMBA1 = "Mamba-1: a decay for every element of the state"
-EXCEPTIONS = dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), MAMBA1) | {
-    "minimax": "lightning attention: the recurrence is inline in the forward",
-}
+EXCEPTIONS = dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), MAMBA1)
 """Folders of modeling files that have no heads, with the reason."""
 
 
@@ -72,3 +71,18 @@ def test_write_gates_of_up_to_two_reach_the_heads():
         model(prompt(3, 24), use_cache=False)
     betas = np.concatenate([tokens.beta for layer in st.layers(model) for tokens in recording.tokens(layer)])
     assert 1.2 < betas.max() <= 2
+
+
+def test_caches_of_minimax():
+    """A cache from before the patch, prompts in chunks, a deep copy, and the states after `stop`."""
+    types = ["full_attention", "linear_attention", "linear_attention"]  # positions are counted by the first layer
+    model, ids = make("MiniMax", layer_types=types), prompt(2, 14)
+    parts, cache = [], forward(model, ids[:, :5])[1]
+    with st.patch(model, "replay", slots=4, window=4, backend="cpu") as patch:
+        parts += [forward(model, x, cache)[0] for x in (ids[:, 5:6], ids[:, 6:9], ids[:, 9:10])]
+        other = copy.deepcopy(cache)
+        parts.append(forward(model, ids[:, 10:11], other)[0])
+        forward(model, prompt(2, 1, seed=3), cache)
+        patch.stop()
+        parts.append(forward(model, ids[:, 11:], other)[0])
+    torch.testing.assert_close(torch.cat(parts, 1), forward(model, ids)[0][:, 5:], **TOLERANCE)

@@ -79,6 +79,10 @@ SETTINGS = {
 }
 # Classes whose mixers are those of another class: tests/test_transformers_classes.py alone takes them.
 MORE = {
+    "MiniMax": BASE
+    | ATTENTION
+    | HYBRID
+    | {"head_dim": 16, "block_size": 4, "num_local_experts": 2, "num_experts_per_tok": 1},
     "Qwen3_5Moe": BASE | ATTENTION | DELTA | EXPERTS | HYBRID | {"head_dim": 16},
     "Qwen4Exp": BASE
     | ATTENTION

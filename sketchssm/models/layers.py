@@ -24,9 +24,9 @@ from sketchssm.arrays.model_arrays import (
     write_gate,
 )
 from sketchssm.layer.checks import check_items, check_number
-from sketchssm.layer.recurrence import Layer, Tokens, check_instance
+from sketchssm.layer.recurrence import Tokens
 
-__all__ = ["gdn_inputs", "kda_inputs", "mamba2_inputs", "mamba2_output", "prefill_state"]
+__all__ = ["gdn_inputs", "kda_inputs", "mamba2_inputs", "mamba2_output"]
 
 Array = npt.NDArray[Any]
 
@@ -315,40 +315,3 @@ def kda_inputs(
         decay = finished_decay(g, (*lead, *channels))
     beta = write_gate(b, beta, (*lead, heads), allow_neg_eigval)
     return tokens_like(given, q=q, k=k, v=rounded(v, v), g=decay, beta=beta)
-
-
-def prefill_state(state: Any, layout: str, layer: Layer) -> Any:
-    """States of a prefill, of any framework, for `DecodeHead.load_state`.
-
-    The shape alone does not tell a state from its transpose if K equals V, so the layout must be named.
-
-    Parameters
-    ----------
-    state : array
-        States ``(batch, heads, K, V)`` or ``(batch, heads, V, K)``.
-    layout : {"kv", "vk"}
-        Order of the last two axes. "kv": chunk functions of fla and transformers for gdn and kda. "vk": mamba_ssm,
-        transformers for mamba2, vLLM, and the states of heads.
-    layer : Layer
-        Kind and shape.
-
-    Returns
-    -------
-    array
-        ``(batch, heads, V, K)``, a view of `state` if the framework has views.
-
-    Raises
-    ------
-    ValueError
-        If the layout is unknown, or the shape is not the layout's.
-    """
-    if layout not in ("kv", "vk"):
-        raise ValueError(f"layout: expected 'kv' or 'vk', got {layout!r}")
-    check_instance("layer", layer, Layer)
-    heads, value_dim, key_dim = layer.state_shape
-    want = (heads, key_dim, value_dim) if layout == "kv" else (heads, value_dim, key_dim)
-    shape = tuple(getattr(state, "shape", ()))
-    if len(shape) != 4 or shape[1:] != want:
-        sizes = ", ".join(map(str, want))
-        raise ValueError(f"state: expected shape (batch, {sizes}) with layout={layout!r}, got {shape}")
-    return state.swapaxes(-1, -2) if layout == "kv" else state

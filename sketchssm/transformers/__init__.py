@@ -1,9 +1,10 @@
 """Hugging Face transformers: find, record and calibrate a model's recurrent layers, and decode with heads.
 
-Three recurrences of transformers have heads: the gated delta rule (Qwen3-Next, Qwen3.5, OLMo-Hybrid), Kimi Delta
-Attention (Kimi-Linear) and Mamba-2 (Mamba-2, Bamba, Nemotron-H, Zamba2, Falcon-H1). No model code is copied: each
-modeling file of transformers calls its recurrence through two functions of the file, and these are replaced while a
-patched layer runs (`sketchssm.transformers.modeling`).
+Four recurrences of transformers have heads: the gated delta rule (Qwen3-Next), Kimi Delta Attention (Kimi-Linear),
+Mamba-2 (Bamba) and lightning attention (MiniMax), in all classes that have them. Modeling files of transformers call
+the first three through two functions of the file, and these are replaced while a patched layer runs
+(`sketchssm.transformers.modeling`). MiniMax has its recurrence inline, and gets another forward meanwhile
+(`sketchssm.transformers.lightning`).
 """
 
 from importlib.util import find_spec

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from sketchssm.layer.recurrence import Layer, Tokens
+from sketchssm.transformers import lightning
 
 __all__ = ["Call", "Handler", "RecurrentLayer", "Rule", "intercepted", "layers"]
 
@@ -29,8 +30,8 @@ NORM_EPSILON = 1e-6
 COMPILED = "_orig_mod"
 """Name of a module within its result of `torch.compile`."""
 
-CACHE_NAMES = ("cache", "cache_params")
-"""Argument of a mixer's forward that takes the cache. Version 5.24 renamed `cache_params`, and still accepts it."""
+CACHE_NAMES = ("cache", "cache_params", "past_key_values")
+"""Argument of a mixer's forward that takes the cache. Version 5.24 renamed the last two, and still accepts them."""
 
 
 class Call(NamedTuple):
@@ -66,8 +67,20 @@ class Rule:
     state: str  # argument that holds the state before the call
     tokens: tuple[str, ...]  # arguments of `prefill` whose second axis is tokens
     transposed: bool  # whether states are (heads, K, V)
+    updates: bool = False  # whether `decode` updates the state itself, and returns the output of a token alone
+    fuses: bool = False  # whether a fused kernel may replace the functions in training mode
+    marks: tuple[str, ...] = ()  # names in a mixer's forward that tell the rule, if not those of the functions
+    forward: Callable[..., Any] | None = None  # replaces a forward without the functions; its file has them
+    place: Callable[[Any, int], Any] = lambda cache, index: cache.layers[index]  # of a layer in a cache
 
 
+def _lightning_call(given: dict[str, Any], decoding: bool) -> Call:
+    q, k, v = (given[name].float() for name in LIGHTNING_TOKENS)
+    g = -given["slope_rate"].float().reshape(-1).expand(v.shape[:3]).contiguous()
+    return Call(Tokens(q, k, v, g, None), None, given["initial_state"], given["value"].dtype)
+
+
+LIGHTNING_TOKENS = ("query", "key", "value")
 DELTA_TOKENS = ("query", "key", "value", "g", "beta")
 
 
@@ -134,6 +147,21 @@ RULES = (
         "initial_states",
         ("hidden_states", "dt", "B", "C"),
         False,
+        updates=True,
+        fuses=True,
+    ),
+    Rule(
+        "mamba2",
+        "lightning_prefill",
+        "lightning_decode",
+        lambda m: Layer("mamba2", m.num_attention_heads, m.head_dim, m.head_dim, m.num_attention_heads),
+        _lightning_call,
+        "initial_state",
+        LIGHTNING_TOKENS,
+        True,
+        marks=("slope_rate", "get_linear_cache"),
+        forward=lightning.forward,
+        place=lightning.place_of,
     ),
 )
 
@@ -191,12 +219,12 @@ def layers(model: torch.nn.Module) -> dict[str, RecurrentLayer]:
         name = ".".join(part for part in full.split(".") if part != COMPILED)
         names = inspect.unwrap(type(module).forward).__code__.co_names
         for rule in RULES:
-            if rule.decode in names and rule.prefill in names:
+            if all(name in names for name in rule.marks or (rule.prefill, rule.decode)):
                 found[name] = RecurrentLayer(name, rule.shape(module), int(module.layer_idx), module, rule)
     if not found:
         raise ValueError(
-            f"model: expected layers of gated delta rule, Kimi Delta Attention or Mamba-2, found none in "
-            f"{type(getattr(model, COMPILED, model)).__name__}"
+            "model: expected layers of gated delta rule, Kimi Delta Attention, Mamba-2 or lightning attention, found "
+            f"none in {type(getattr(model, COMPILED, model)).__name__}"
         )
     return found
 
@@ -243,8 +271,9 @@ def intercepted(handlers: dict[str, Handler], found: dict[str, RecurrentLayer]) 
     with ExitStack() as stack:
         for name, handler in handlers.items():
             layer = found[name]
+            file = (layer.rule.forward or type(layer.module)).__module__
             for function in (layer.rule.prefill, layer.rule.decode):
-                stack.enter_context(_dispatching(type(layer.module).__module__, function))
+                stack.enter_context(_dispatching(file, function))
             stack.enter_context(_announcing(layer, handler))
         yield
 
@@ -258,7 +287,7 @@ def _announcing(layer: RecurrentLayer, handler: Handler) -> Iterator[None]:
     module, user = layer.module, (layer, handler)
     with _lock:
         if module not in _forwards:
-            _forwards[module] = _Forward(module)
+            _forwards[module] = _Forward(layer)
         forward = _forwards[module]
         forward.users.append(user)
     try:
@@ -273,11 +302,13 @@ def _announcing(layer: RecurrentLayer, handler: Handler) -> Iterator[None]:
 class _Forward:
     """Replaces the forward of a mixer; the last of its `users`, layers and handlers, runs the layer."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, layer: RecurrentLayer) -> None:
+        module, own = layer.module, layer.rule.forward
         self.users: list[tuple[RecurrentLayer, Handler]] = []
         users = self.users
         self._before = vars(module).get("forward")  # of a module that accelerate has wrapped
         forward = module.forward
+        active = forward if own is None else functools.partial(own, module)
         names = list(inspect.signature(forward).parameters)
         cache_place = next(names.index(name) for name in CACHE_NAMES if name in names)
 
@@ -294,7 +325,7 @@ class _Forward:
             )
             _active.stack.append((*users[-1], cache))
             try:
-                return forward(*args, **kwargs)
+                return active(*args, **kwargs)
             finally:
                 _active.stack.pop()
 

@@ -245,7 +245,8 @@ class _HeadHandler:
         """See `sketchssm.transformers.modeling.Handler`."""
         if cache is None:
             return run(**given)
-        place, rule, length = cache.layers[self._layer.index], self._layer.rule, call.tokens.v.shape[1]
+        rule, length = self._layer.rule, call.tokens.v.shape[1]
+        place = rule.place(cache, self._layer.index)
         tail = min(length, CROPPABLE) if getattr(place, "record_past", False) else 0
         held, final = call.state is not None and place in self._held, call.state
         if tail < length:
@@ -264,11 +265,11 @@ class _HeadHandler:
 
     def decode(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
         """See `sketchssm.transformers.modeling.Handler`."""
-        place = cache.layers[self._layer.index]
+        place = self._layer.rule.place(cache, self._layer.index)
         if not isinstance(place.reorder_cache, _Rows):  # a cache from before the patch
             self._load(place, call.state)
         out = self._decoded(place, call)
-        if self._layer.rule.kind == "mamba2":
+        if self._layer.rule.updates:
             return out[:, 0]
         return out, call.state  # the cache's own tensor: its copy onto itself does nothing
 

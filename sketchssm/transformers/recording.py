@@ -147,7 +147,7 @@ def record(model: torch.nn.Module, *, gradients: bool = False) -> Iterator[Recor
     >>> traces = recording.traces("model.layers.0.linear_attn", test=[6, 7])  # doctest: +SKIP
     """
     found = layers(model)
-    training = [name for name, x in found.items() if x.layer.kind == "mamba2" and x.module.training]
+    training = [name for name, x in found.items() if x.rule.fuses and x.module.training]
     if training:
         raise ValueError(f"model: expected evaluation mode, model.eval(), got layer {training[0]} in training mode")
     recording = Recording(found, gradients)
