@@ -14,11 +14,11 @@
 //
 // `ticks` (STEP): the head's clock moves on.
 //
-// -D constants besides read.cu's: PRIOR, BLOCKS (blocks of a multiprocessor).
+// -D constants besides read.cu's: PRIOR, BLOCKS (blocks of a multiprocessor that registers leave room for).
 #include "flush/roles.cuh"
 
 #ifndef SIZES_ONLY  // defined by a test that needs only the constants at the end
-extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT_BLOCKS)
     flush_step(MEMORY_PARAMETERS, const float* gate_input, const projection_t* projection, const uint2* basis,
                const int4* heads, FLUSH_STEP_PARAMETERS, SLOT_LIMITS, int* clock_word, int mode, float ridge) {
     allow_next_kernel();

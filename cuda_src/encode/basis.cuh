@@ -1,4 +1,5 @@
-// The sketch of one state through a basis adapted to it: B = orth(S S^T Omega), U = S^T B, by one block.
+// The sketch of one state through a basis adapted to it: B = orth(S S^T Omega), U = S^T B, by the first ENCODERS warps
+// of a block.
 //
 // All products use the tensor cores. S S^T Omega takes the state in bf16: its error turns the basis a little. U is of
 // the basis as stored, and takes the state in bf16 too, or for float32 sketches in two slices (2^-16). A residual knows
@@ -7,23 +8,32 @@
 #include "slot/codes.cuh"
 #include "slot/residual.cuh"
 
-constexpr int WARPS = V / 16, ENCODE_BLOCKS = 16 / WARPS;  // of a block; blocks of a multiprocessor
-constexpr int GROUP = 8;                                   // columns of the basis in one operand
-constexpr int RANKS = round_up(RANK_MAX, GROUP);
+constexpr int ENCODERS = V / 16;  // warps; each has 16 rows of S^T
+constexpr int ENCODE_BARRIER = 1;  // number of their named barrier
+constexpr int BASIS_GROUP = 8;     // columns of the basis in one operand
+constexpr int BASIS_ROWS = round_up(RANK_MAX, BASIS_GROUP);
 constexpr float PIVOT_TOLERANCE = 3e-3f;  // as in sketchssm/reference/maps.py
 
+DEVICE void sync_encoders() { named_barrier_sync<32 * ENCODERS>(ENCODE_BARRIER); }
+
 struct EncodeMemory {
-    union {
-        alignas(16) float parts[WARPS][GROUP][K];  // sums over each warp's rows
-        float gram[RANKS][RANKS + 1];
+    union {  // in this order
+        alignas(16) uint2 parts[ENCODERS][BASIS_GROUP][K / 4];  // of (S S^T Omega)^T in fp16: sums over a warp's rows
+        float gram[BASIS_ROWS][BASIS_ROWS + 1];
+        float columns[BASIS_ROWS][V + 4];  // U; once it is stored, as stored, in units of its scale
     };
-    float rows[RANKS][K];                           // of (S S^T Omega)^T
-    uint2 basis[RANKS][K / 4];                      // as stored, in units of its scale, in bf16; zeros past the rank
-    uint2 more[SKETCH == FP32 ? RANKS : 1][K / 4];  // second slices of a float32 basis
-    float columns[RANKS][V + 4];                    // U; once it is stored, as stored, in units of its scale
-    float basis_scale[RANKS];                       // units of the basis
-    float scale[RANKS];                             // the same times the unit of the column of U
-    float power[WARPS];                             // StateRows::power of each warp
+    union {
+        alignas(16) float rows[BASIS_ROWS][K];  // of (S S^T Omega)^T
+        struct {                                // of a residual
+            float squares[ENCODERS][K];         // sums over a warp's rows
+            float across[K];                    // inverse scales of the columns
+        };
+    };
+    uint2 basis[BASIS_ROWS][K / 4];                      // as stored, in units of its scale, in bf16; zeros past the rank
+    uint2 more[SKETCH == FP32 ? BASIS_ROWS : 1][K / 4];  // second slices of a float32 basis
+    float basis_scale[BASIS_ROWS];                       // units of the basis
+    float scale[BASIS_ROWS];                             // the same times the unit of the column of U
+    float power[ENCODERS];                               // StateRows::power of each warp
 };
 
 // The second bf16 slice of a pair.
@@ -31,49 +41,76 @@ DEVICE u32 second_slice(float x, float y, u32 first) {
     return floats_to_bf16(x - __uint_as_float(first << 16), y - __uint_as_float(first & 0xffff0000u));
 }
 
-// The power of two that brings a magnitude to [1, 2); 1 for 0 and for what is not finite.
+// The power of two that brings a magnitude to [1, 2), at most 2^125; 1 for what is not finite.
 DEVICE float power_of(float most) {
     const u32 exponent = __float_as_uint(most) >> 23;
-    return __uint_as_float((exponent == 0 || exponent == 255 ? 127 : min(max(254 - exponent, 2u), 252u)) << 23);
+    return __uint_as_float((exponent == 255 ? 127 : min(max(254 - exponent, 2u), 252u)) << 23);
 }
 DEVICE float inverse_of(float power) { return __uint_as_float((254u << 23) - __float_as_uint(power)); }
 
 // Rows 16 w to 16 w + 15 of S^T, of warp w, in the order of operands: lane (r, c) has rows r and r + 8, and columns
 // 16 q + 4 c to 16 q + 4 c + 3 for all q. In products of 16 columns, columns 4 c and 4 c + 1 are the operand's columns
-// 2 c and 2 c + 1; 4 c + 2 and 4 c + 3 are 2 c + 8 and 2 c + 9.
+// 2 c and 2 c + 1; 4 c + 2 and 4 c + 3 are 2 c + 8 and 2 c + 9. `at(row, channel)` below is the address of four numbers.
 struct StateRows {
     float of[2][K / 4];
     float power;  // that brings the largest of the rows to [1, 2)
 
-    DEVICE void load(const state_t* home) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;  // lane (r, c): r = lane / 4, c = lane % 4
-        const state_t* const own = home + (16 * warp + lane / 4) * K + lane % 4 * 4;
+    template <class At> DEVICE void load(const At& at) {
+        const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
         Packed<STATE, 4> packed[2][K / 16];
 #pragma unroll
         for (int half = 0; half < 2; half++)
 #pragma unroll
-            for (int q = 0; q < K / 16; q++) packed[half][q].load(own + half * 8 * K + 16 * q);
+            for (int q = 0; q < K / 16; q++) packed[half][q].load(at(r + 8 * half, 16 * q + 4 * c));
+#pragma unroll
+        for (int i = 0; i < K / 2; i++)
+            of[i / (K / 4)][i % (K / 4)] = packed[i / (K / 4)][i / 4 % (K / 16)][i % 4];
+    }
+    DEVICE void find_power() {
         float most = 0;
 #pragma unroll
-        for (int i = 0; i < K / 2; i++) {
-            float& x = of[i / (K / 4)][i % (K / 4)];
-            x = packed[i / (K / 4)][i / 4 % (K / 16)][i % 4], most = fmaxf(most, fabsf(x));
-        }
+        for (int i = 0; i < K / 2; i++) most = fmaxf(most, fabsf(of[i / (K / 4)][i % (K / 4)]));
         power = power_of(warp_most(most));
     }
     // Two neighbours in bf16.
     DEVICE u32 pair(int half, int q, int h) const {
         return floats_to_bf16(of[half][4 * q + 2 * h], of[half][4 * q + 2 * h + 1]);
     }
-    DEVICE void operand(u32 (&a)[4], int q) const {
-        a[0] = pair(0, q, 0), a[1] = pair(1, q, 0), a[2] = pair(0, q, 1), a[3] = pair(1, q, 1);
+    DEVICE u32 second_pair(int half, int q, int h) const {
+        return second_slice(of[half][4 * q + 2 * h], of[half][4 * q + 2 * h + 1], pair(half, q, h));
     }
-    DEVICE void second_operand(u32 (&a)[4], const u32 (&first)[4], int q) const {
+};
+
+// The same rows in bf16, which take half of the registers; second slices come from memory.
+template <class At> struct PairedRows {
+    const At& at;
+    u32 of[2][K / 16][2];
+    float power;
+
+    DEVICE explicit PairedRows(const At& at) : at(at) {
+        float most = 0;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float* const x = &of[i % 2][4 * q + i / 2 * 2];
-            a[i] = second_slice(x[0], x[1], first[i]);
-        }
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int q = 0; q < K / 16; q++) {
+                const Packed<STATE, 4> x = load(half, q);
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    most = fmaxf(most, fmaxf(fabsf(x[2 * h]), fabsf(x[2 * h + 1])));
+                    of[half][q][h] = floats_to_bf16(x[2 * h], x[2 * h + 1]);
+                }
+            }
+        power = power_of(warp_most(most));
+    }
+    DEVICE Packed<STATE, 4> load(int half, int q) const {
+        Packed<STATE, 4> x;
+        x.load(at(threadIdx.x % 32 / 4 + 8 * half, 16 * q + threadIdx.x % 4 * 4));
+        return x;
+    }
+    DEVICE u32 pair(int half, int q, int h) const { return of[half][q][h]; }
+    DEVICE u32 second_pair(int half, int q, int h) const {
+        const Packed<STATE, 4> x = load(half, q);
+        return second_slice(x[2 * h], x[2 * h + 1], of[half][q][h]);
     }
 };
 
@@ -82,19 +119,19 @@ DEVICE float4 load_four(const float* row, int q) {
     return *reinterpret_cast<const float4*>(row + 16 * q + threadIdx.x % 4 * 4);
 }
 
-// A warp's part of S S^T Omega for GROUP columns of Omega, given as operands, times the square of the warp's power.
-DEVICE void multiply_twice(EncodeMemory& m, const StateRows& state, const uint2* omega) {
+// A warp's part of S S^T Omega for BASIS_GROUP columns of Omega, given as operands, times the square of `power`.
+template <class Rows>
+DEVICE void multiply_twice(EncodeMemory& m, const Rows& state, const uint2* omega, float power) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float u[4] = {};
 #pragma unroll
     for (int q = 0; q < K / 16; q++) {
-        u32 a[4];
-        state.operand(a, q);
+        const u32 a[4] = {state.pair(0, q, 0), state.pair(1, q, 0), state.pair(0, q, 1), state.pair(1, q, 1)};
         const uint2 b = omega[q * (SKETCH == FP32 ? 64 : 32) + lane];
         mma_bf16(u, a, b.x, b.y);
     }
 #pragma unroll
-    for (float& x : u) x = x * state.power * state.power;
+    for (float& x : u) x = x * power * power;
     // Rows 0 to 7 of the operand are the first slices of 8 columns of S^T Omega, rows 8 to 15 the second slices.
     u32 a[4];
 #pragma unroll
@@ -112,8 +149,7 @@ DEVICE void multiply_twice(EncodeMemory& m, const StateRows& state, const uint2*
             mma_bf16(d, a, transpose_8x8(state.pair(0, q, h)), transpose_8x8(state.pair(1, q, h)));
             x[2 * h] = d[0] + d[2], x[2 * h + 1] = d[1] + d[3];
         }
-        float* const to = &m.parts[warp][lane / 4][16 * q + lane % 4 * 4];
-        *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+        m.parts[warp][lane / 4][4 * q + lane % 4] = make_uint2(floats_to_halves(x[0], x[1]), floats_to_halves(x[2], x[3]));
     }
 }
 
@@ -183,83 +219,82 @@ DEVICE void store_basis(EncodeMemory& m, sketch_t* packed, int g, int rank, cons
 }
 
 // Stores B = orth(S S^T Omega) by rows; m.basis has it as stored. `omega` are operands (basis_fragments in
-// sketchssm/cuda/layout.py). Ends with a barrier of the block.
+// sketchssm/cuda/layout.py). Ends with a barrier.
 //
 // The rows are orthonormalised through their Gram matrix. Rows that are almost parallel keep up to 0.06 of their
 // products; the residual makes up for it.
-DEVICE void adapt_basis(EncodeMemory& m, const StateRows& state, const uint2* omega, sketch_t* packed, int rank) {
+template <class Rows>
+DEVICE void adapt_basis(EncodeMemory& m, const Rows& state, const uint2* omega, sketch_t* packed, int rank) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (lane == 0) m.power[warp] = state.power;
+    sync_encoders();
+    float power = m.power[0];
+#pragma unroll
+    for (int w = 1; w < ENCODERS; w++) power = fminf(power, m.power[w]);
 #pragma unroll 1
-    for (int first = 0; first < rank; first += GROUP) {
-        multiply_twice(m, state, omega + first * (K / 16) * (SKETCH == FP32 ? 64 : 32) / GROUP);
-        __syncthreads();
-        float power = m.power[0], factors[WARPS];
-#pragma unroll
-        for (int w = 1; w < WARPS; w++) power = fminf(power, m.power[w]);
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) factors[w] = power * inverse_of(m.power[w]);
-        for (int i = threadIdx.x; i < GROUP * K / 4; i += 32 * WARPS) {
+    for (int first = 0; first < rank; first += BASIS_GROUP) {
+        multiply_twice(m, state, omega + first * (K / 16) * (SKETCH == FP32 ? 64 : 32) / BASIS_GROUP, power);
+        sync_encoders();
+        for (int i = threadIdx.x; i < BASIS_GROUP * K / 4; i += 32 * ENCODERS) {
             float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
-            for (int w = 0; w < WARPS; w++) {
-                const float4 x = reinterpret_cast<const float4*>(m.parts[w])[i];
-                const float factor = factors[w] * factors[w];
-                sum.x += factor * x.x, sum.y += factor * x.y, sum.z += factor * x.z, sum.w += factor * x.w;
+            for (int w = 0; w < ENCODERS; w++) {
+                const uint2 part = m.parts[w][0][i];
+                const float2 x = halves_to_floats(part.x), y = halves_to_floats(part.y);
+                sum.x += x.x, sum.y += x.y, sum.z += y.x, sum.w += y.y;
             }
             reinterpret_cast<float4*>(m.rows[first])[i] = sum;
         }
-        __syncthreads();
+        sync_encoders();
     }
 #pragma unroll 1
-    for (int g = warp; g < rank; g += WARPS) {
+    for (int g = warp; g < rank; g += ENCODERS) {
         const float4 own = load_row(m.rows[g]);
 #pragma unroll 1
-        for (int first = 0; first <= g; first += GROUP) {
-            float dots[GROUP];
+        for (int first = 0; first <= g; first += BASIS_GROUP) {
+            float dots[BASIS_GROUP];
 #pragma unroll
-            for (int j = 0; j < GROUP; j++) {
+            for (int j = 0; j < BASIS_GROUP; j++) {
                 const float4 x = load_row(m.rows[min(first + j, g)]);
                 dots[j] = own.x * x.x + own.y * x.y + own.z * x.z + own.w * x.w;
             }
             const float dot = warp_sums(dots);
-            if (lane % (32 / GROUP) == 0) m.gram[g][first + lane / (32 / GROUP)] = dot;
+            if (lane % (32 / BASIS_GROUP) == 0) m.gram[g][first + lane / (32 / BASIS_GROUP)] = dot;
         }
     }
-    __syncthreads();
+    sync_encoders();
 #pragma unroll 1
-    for (int g = warp; g < round_up(rank, GROUP); g += WARPS) {
+    for (int g = warp; g < round_up(rank, BASIS_GROUP); g += ENCODERS) {
         float4 row = make_float4(0, 0, 0, 0);
         if (g < rank) {
-            const bool few = rank <= GROUP;
-            const float factors = few ? inverse_factor<GROUP>(m, rank, g) : inverse_factor<RANKS>(m, rank, g);
+            const bool few = rank <= BASIS_GROUP;
+            const float factors = few ? inverse_factor<BASIS_GROUP>(m, rank, g) : inverse_factor<BASIS_ROWS>(m, rank, g);
 #pragma unroll 1
             for (int j = 0; j <= g; j++) {
-                const float factor = __shfl_sync(ALL, factors, (few ? GROUP : RANKS) + j);
+                const float factor = __shfl_sync(ALL, factors, (few ? BASIS_GROUP : BASIS_ROWS) + j);
                 const float4 x = load_row(m.rows[j]);
                 row.x += factor * x.x, row.y += factor * x.y, row.z += factor * x.z, row.w += factor * x.w;
             }
         }
         store_basis(m, packed, g, rank, row);
     }
-    __syncthreads();
+    sync_encoders();
 }
 
 // U of the warp's rows, in m.columns.
-DEVICE void multiply_basis(EncodeMemory& m, const StateRows& state, int rank) {
+template <class Rows> DEVICE void multiply_basis(EncodeMemory& m, const Rows& state, int rank) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, row = threadIdx.x / 32 * 16 + r;
 #pragma unroll 1
-    for (int first = 0; first < rank; first += GROUP) {
+    for (int first = 0; first < rank; first += BASIS_GROUP) {
         float sums[4] = {};
 #pragma unroll
         for (int q = 0; q < K / 16; q++) {
-            u32 a[4];
-            state.operand(a, q);
+            const u32 a[4] = {state.pair(0, q, 0), state.pair(1, q, 0), state.pair(0, q, 1), state.pair(1, q, 1)};
             const uint2 b = m.basis[first + r][4 * q + c];
             if constexpr (SKETCH == FP32) {
                 const uint2 more = m.more[first + r][4 * q + c];
-                u32 rest[4];
-                state.second_operand(rest, a, q);
+                const u32 rest[4] = {state.second_pair(0, q, 0), state.second_pair(1, q, 0), state.second_pair(0, q, 1),
+                                     state.second_pair(1, q, 1)};
                 mma_bf16(sums, rest, b.x, b.y);
                 mma_bf16(sums, a, more.x, more.y);
             }
@@ -273,14 +308,12 @@ DEVICE void multiply_basis(EncodeMemory& m, const StateRows& state, int rank) {
     }
 }
 
-// Stores U, and keeps it as stored. Ends with a barrier of the block.
-DEVICE void store_columns(EncodeMemory& m, const StateRows& state, sketch_t* packed, int rank) {
+// Stores U, and keeps it as stored. Ends with a barrier.
+DEVICE void store_columns(EncodeMemory& m, sketch_t* packed, int rank) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    multiply_basis(m, state, rank);
-    __syncthreads();
     const SmallPart<small_t> small(packed, rank);
 #pragma unroll 1
-    for (int g = warp; g < rank; g += WARPS) {
+    for (int g = warp; g < rank; g += ENCODERS) {
         if constexpr (CODED) {
             float most = 0;
             for (int v = lane; v < V; v += 32) most = fmaxf(most, fabsf(m.columns[g][v]));
@@ -298,5 +331,15 @@ DEVICE void store_columns(EncodeMemory& m, const StateRows& state, sketch_t* pac
             if (lane == 0) m.scale[g] = 1;
         }
     }
-    __syncthreads();
+    sync_encoders();
+}
+
+// Stores the sketch of the encoders' rows in `packed`; `info` is {rank, offset, bits, basis}, and `basis` has all heads'
+// operands. Ends with a barrier.
+template <class Rows>
+DEVICE void sketch_state(EncodeMemory& m, const Rows& state, const uint2* basis, sketch_t* packed, const int4& info) {
+    adapt_basis(m, state, basis + info.w, packed, info.x);
+    multiply_basis(m, state, info.x);
+    sync_encoders();
+    store_columns(m, packed, info.x);
 }

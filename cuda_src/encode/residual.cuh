@@ -1,4 +1,4 @@
-// Codes and scales of what a stored sketch leaves of its state (sketchssm/reference/residual.py), by one block.
+// Codes and scales of what a stored sketch leaves of its state (sketchssm/reference/residual.py).
 #pragma once
 #include "encode/basis.cuh"
 
@@ -9,11 +9,11 @@ DEVICE constexpr float level_gain(int bits) { return bits == 1 ? 1.571f : bits =
 DEVICE float inverse_or_zero(float scale) { return scale < 0x1p-120f ? 0.f : 1.f / scale; }
 
 // state -= U B as stored. The left operand has -U times the scales in two bf16 slices, columns 0 to 7 the first slices
-// of GROUP columns, 8 to 15 the second.
+// of BASIS_GROUP columns, 8 to 15 the second.
 DEVICE void subtract_sketch(const EncodeMemory& m, StateRows& state, int rank) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, row = threadIdx.x / 32 * 16 + r;
 #pragma unroll 1
-    for (int first = 0; first < rank; first += GROUP) {
+    for (int first = 0; first < rank; first += BASIS_GROUP) {
         u32 a[4];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -95,25 +95,25 @@ template <int BITS> DEVICE void encode_residual(EncodeMemory& m, StateRows& stat
 #pragma unroll
         for (int i = 0; i < PART / 8; i++) {
             const int own = part + PART / 8 * r + i;
-            m.parts[warp][0][own / 4 * 16 + 4 * c + own % 4] = squares[i];
+            m.squares[warp][own / 4 * 16 + 4 * c + own % 4] = squares[i];
         }
     }
-    __syncthreads();
-    for (int k = threadIdx.x; k < K; k += 32 * WARPS) {
+    sync_encoders();
+    for (int k = threadIdx.x; k < K; k += 32 * ENCODERS) {
         float sum = 0;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) sum += m.parts[w][0][k];
+        for (int w = 0; w < ENCODERS; w++) sum += m.squares[w][k];
         const u16 scale = narrow<BF16>(DISTANCE * sqrtf(sum / V));
         const float inverse = inverse_or_zero(widen<BF16>(scale));
-        m.parts[0][1][k] = inverse / (2 * HALF);
+        m.across[k] = inverse / (2 * HALF);
         scales[V + k] = inverse == 0.f ? 0 : scale;
     }
-    __syncthreads();
+    sync_encoders();
     BlockCodes<BITS> block;
     block.clear();
 #pragma unroll
     for (int q = 0; q < K / 16; q++) {
-        const float4 four = load_four(m.parts[0][1], q);
+        const float4 four = load_four(m.across, q);
         const float across[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -129,4 +129,10 @@ template <int BITS> DEVICE void encode_residual(EncodeMemory& m, StateRows& stat
         }
     }
     block.store(codes, warp);
+}
+
+// The same for a head's bits, if there are any.
+DEVICE void encode_residual(EncodeMemory& m, StateRows& own, sketch_t* packed, const int4& info) {
+    char* const codes = reinterpret_cast<char*>(packed) + residual_at(info.x);
+    with_bits(info.z, [&](auto bits) { encode_residual<decltype(bits)::VALUE>(m, own, codes, info.x); });
 }

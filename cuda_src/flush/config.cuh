@@ -4,9 +4,11 @@
 #include "flush/fragments.cuh"
 #include "slot/ring.cuh"
 
-#define SKETCHES (SKETCHED_HEADS > 0 && MAP != SUBSPACE)  // encode.cu sketches for the map subspace
+#define RAW_KEYS (ACT == BF16 && !CHANNEL_DECAYS)  // keys are operands as stored: no transform warps
+#define SKETCHES (SKETCHED_HEADS > 0 && MAP != SUBSPACE)
+// Sketches of the map subspace: by the fold warps, from their registers, or by encode.cu.
+#define ENCODES (SKETCHED_HEADS > 0 && MAP == SUBSPACE && RAW_KEYS)
 
-constexpr bool RAW_KEYS = ACT == BF16 && !CHANNEL_DECAYS;  // keys are operands as stored: no transform warps
 static_assert(RANK_MAX <= MAX_RANK && MAX_RANK == 16, "U has at most two operands of 8 columns");
 
 constexpr int TOKEN_BLOCKS = (W + 15) / 16, WP = 16 * TOKEN_BLOCKS;  // the window in operand fragments
@@ -48,17 +50,23 @@ constexpr int EPILOGUE_WARPS = !RAW_KEYS && (MAP == FACTORS || MAP == DENSE) ? 2
 
 #include "flush/memory.cuh"
 
-// Largest shared memory of a block if BLOCKS fit on one multiprocessor. STATIC_SHARED bytes of a block remain for
+// Largest shared memory of a block if `blocks` fit on one multiprocessor. STATIC_SHARED bytes of a block remain for
 // static shared memory, and 1024 for the system.
-constexpr int BLOCK_SHARED = (MOST_SHARED + 1024) / BLOCKS - 1024 - STATIC_SHARED;
+constexpr int block_shared(int blocks) { return (MOST_SHARED + 1024) / blocks - 1024 - STATIC_SHARED; }
+// Blocks of a multiprocessor: BLOCKS, or fewer if a block that encodes needs more memory.
+constexpr int fitting_blocks(int wanted) {
+    return wanted > 1 && sizeof(BlockMemoryOf<1>) > block_shared(wanted) ? fitting_blocks(wanted - 1) : wanted;
+}
+constexpr int RESIDENT_BLOCKS = ENCODES ? fitting_blocks(BLOCKS) : BLOCKS;
 // Two state stages if they fit, and if the block has the multiprocessor to itself or states have 16 bits. (Otherwise
 // several blocks on a multiprocessor overlap even with one stage each.)
-constexpr int STATE_STAGES = (BLOCKS == 1 || STATE != FP32) && sizeof(BlockMemoryOf<2>) <= BLOCK_SHARED ? 2 : 1;
+constexpr int STATE_STAGES =
+    (RESIDENT_BLOCKS == 1 || STATE != FP32) && sizeof(BlockMemoryOf<2>) <= block_shared(RESIDENT_BLOCKS) ? 2 : 1;
 typedef BlockMemoryOf<STATE_STAGES> BlockMemory;
 
 // Warp numbers by role, see flush/roles.cuh. One warp is both solver and epilogue if a separate epilogue warp would
 // leave every thread too few registers: with 20 warps on a multiprocessor, a thread has 96 registers.
-constexpr bool SOLVER_IS_EPILOGUE = RAW_KEYS && !ERASES && (ROW_BLOCKS + 2) * BLOCKS > 20;
+constexpr bool SOLVER_IS_EPILOGUE = ENCODES || (RAW_KEYS && !ERASES && (ROW_BLOCKS + 2) * BLOCKS > 20);
 constexpr int SOLVER = ROW_BLOCKS, EPILOGUE = ROW_BLOCKS + !SOLVER_IS_EPILOGUE, PRODUCER = EPILOGUE + EPILOGUE_WARPS,
               FIRST_SKETCH_WARP = PRODUCER + 1,
               FIRST_TRANSFORM_WARP = FIRST_SKETCH_WARP + (SKETCHES ? GROUP_WARPS : 0),

@@ -1,5 +1,6 @@
 // Shared memory of a block of the flush, and its tile scheduler. Included by flush/config.cuh.
 #pragma once
+#include "encode/residual.cuh"
 #include "flush/sketch_memory.cuh"
 #include "flush/stages.cuh"
 
@@ -61,6 +62,8 @@ template <int STAGES> struct BlockMemoryOf {
 #if SKETCHES
     SketchMemory sketch;
     SketchBarriers sketch_barriers;
+#elif ENCODES
+    EncodeMemory encode;
 #endif
 
     // By one thread, before a barrier of the block. `warps`: number of the block's warps.

@@ -117,6 +117,20 @@ DEVICE void sketch_tile(const Flush& f, const FlushTile& tile, const int4& info,
                     f.packed(tile, info), info.x, sketch_n, then);
         return;
     }
+#elif ENCODES
+    if (info.x > 0) {
+        StateBlock& block = f.m.rows[n % STATE_STAGES][threadIdx.x / 32].state;
+        auto at = [&](int row, int channel) { return block.at(row, channel); };
+        const PairedRows<decltype(at)> rows(at);
+        sketch_state(f.m.encode, rows, f.basis, f.packed(tile, info), info);
+        StateRows own;
+        own.load(at);
+        own.power = rows.power;
+        __syncwarp();
+        release_rows(member, then);
+        encode_residual(f.m.encode, own, f.packed(tile, info), info);
+        return;
+    }
 #endif
     release_rows(member, then);
 }

@@ -86,7 +86,7 @@ struct Flush {
     DEVICE out_t* output(const FlushTile& tile) const { return out.of(tile.row()) + tile.head() * V; }
     // {rank, offsets} of the tile's head in the plan; zeros if no head has a sketch.
     DEVICE int4 head(const FlushTile& tile) const {
-        return SKETCHES ? heads[tile.head()] : make_int4(0, 0, 0, 0);
+        return SKETCHES || ENCODES ? heads[tile.head()] : make_int4(0, 0, 0, 0);
     }
     // Lane s: token s's scalar from the ring, or from the step's own token.
     template <class T> DEVICE float scalar(const FlushTile& tile, const T* kept, const T* own) const {

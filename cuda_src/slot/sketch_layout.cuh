@@ -16,7 +16,7 @@
 // B~ = B - Pi Diag(w) L, with the paper's B = S Q / sqrt(mu). With B~, the map needs no L:
 // C x = w z + F (B~^T x), z = Pi^T x.
 //
-// The map subspace is a dense map: C is the adapted basis B.
+// The map subspace is stored as a dense map: C is the adapted basis B. Reads know it as DENSE, flushes as SUBSPACE.
 //
 // `heads[h]` is {rank (0 for a full-state head), offset in a slot, offset of its projection (G, K), offset of its
 // basis in fragments}; with the map subspace, the residual's bits take the place of the projection.
@@ -39,6 +39,7 @@ typedef Element<CODED ? BF16 : SKETCH>::type projection_t;
 static_assert(PIVOTS <= KERNEL_PIVOTS, "PIVOTS_2 covers them");
 constexpr int PIVOTS_2 = PIVOTS <= 1 ? 1 : PIVOTS <= 2 ? 2 : PIVOTS <= 4 ? 4 : 8;  // the next power of two
 
+constexpr bool MAP_IN_ROWS = MAP == DENSE || MAP == SUBSPACE;
 DEVICE int pivots_of(int rank) { return MAP != FACTORS ? 0 : rank < PIVOTS ? rank : PIVOTS; }
 
 // Elements of a head's sketch and map, without padding.
@@ -46,7 +47,7 @@ DEVICE constexpr int factor_elements(int rank) {
     constexpr int EACH = sizeof(small_t) / sizeof(sketch_t);
     const int p = rank < PIVOTS ? rank : PIVOTS;
     const int small = (MAP == FACTORS ? rank * p + rank : 0) + (CODED ? rank + (MAP == FACTORS ? p : 0) : 0);
-    const int map = MAP == FACTORS ? p * K : MAP == DENSE ? rank * K : 0;
+    const int map = MAP == FACTORS ? p * K : MAP_IN_ROWS ? rank * K : 0;
     return rank * V + map + small * EACH;
 }
 DEVICE constexpr int round_up(int x, int unit) { return (x + unit - 1) / unit * unit; }
@@ -67,7 +68,7 @@ template <class T> struct SmallPart {
 
     template <class P> DEVICE SmallPart(P* packed, int rank) {
         const int p = pivots_of(rank);
-        scale = reinterpret_cast<T*>(packed + rank * V + (MAP == DENSE ? rank : p) * K);
+        scale = reinterpret_cast<T*>(packed + rank * V + (MAP_IN_ROWS ? rank : p) * K);
         pivot_scale = scale + (CODED ? rank : 0), f = pivot_scale + (CODED ? p : 0), w = f + rank * p;
     }
 };

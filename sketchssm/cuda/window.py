@@ -79,7 +79,7 @@ class WindowEngine:
         return self.slots.position
 
     def variants(self) -> list[Variant]:
-        """Every kernel of a step: read, flush, and encode if another kernel than the flush sketches."""
+        """Every kernel of a step: read, flush, and encode if the flush does not sketch (ENCODES)."""
         import cupy
 
         packed, layer, arrays = self._packed, self.layer, self.arrays
@@ -97,7 +97,10 @@ class WindowEngine:
         read, flush = constants | {"PACE": pace}, constants | {"PRIOR": prior, "BLOCKS": blocks}
         if not packed.adapts:
             return [Variant("read", read), Variant("flush", flush)]
-        flush = {name: number for name, number in flush.items() if name != "RESIDUAL"} | {"MAP": MAPS["subspace"]}
+        flush["MAP"] = MAPS["subspace"]
+        if raw_keys:
+            return [Variant("read", read), Variant("flush", flush)]
+        flush.pop("RESIDUAL", None)
         return [Variant("read", read), Variant("flush", flush), Variant("encode", constants)]
 
     def fit(self) -> None:
@@ -124,7 +127,7 @@ class WindowEngine:
         memory = self._memory()
         reads = Reads(modules[0], (*memory, self._heads, self._order), slots, packed.full_state, self._sketched)
         flushes = Flushes(modules[1], (*memory, self._basis, self._heads), slots, self.layer.heads, packed.ridge)
-        encodes = self._encodes(modules[2]) if packed.adapts else None
+        encodes = self._encodes(modules[2]) if len(modules) > 2 else None
         no_draft = dict.fromkeys(("draft_tokens", *LENGTHS.names), "zero")
         launches = [
             (reads.launch, KERNELS["read_step"].given(scan_from="zero")),
