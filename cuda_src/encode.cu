@@ -52,13 +52,10 @@ extern "C" __global__ void __launch_bounds__(32 * ENCODERS, ENCODE_BLOCKS)
         const int slot = schedule->slots[rows[tile / SKETCHED_HEADS]];
         const int4 info = heads[head];
         sketch_t* const packed = Strided<sketch_t>{sketch, sketch_stride}.of(slot) + info.y;
-        StateRows own;
         const state_t* const home =
             Strided<const state_t>{state, state_stride}.of(slot) + (head * V + threadIdx.x / 32 * 16) * K;
-        own.load([&](int row, int channel) { return home + row * K + channel; });
-        own.find_power();
-        sketch_state(m, own, basis, packed, info);
-        encode_residual(m, own, packed, info);
+        auto at = [&](int row, int channel) { return home + row * K + channel; };
+        encode_state(m, at, basis, packed, info, [] {});
     }
 }
 #endif

@@ -105,11 +105,15 @@ def test_what_is_stored_and_that_reads_are_products_with_it(kind, form):
             assert left[0] < 1.2 * left[1]
             # U in two slices, and as rounded: int8 by 1/254 of the largest, bf16 by 2^-9
             assert relative(u.T, s @ b.T) < {"int8": 1e-2, "bfloat16": 2.0**-8, "float32": 1e-4}[form]
-            want = encode_residual(s - u.T @ b, BITS[which])
-            assert (codes != want.codes).mean() < 5e-3  # numbers at the edge of two levels; most measured: 2.1e-3
+            # Kernels take what is left of a state in bf16, and square it in bf16.
+            want = encode_residual(s.astype(BFLOAT16) - u.T @ b, BITS[which])
+            assert (codes != want.codes).mean() < 2e-2  # numbers at the edge of two levels; most measured: 1.5e-2
             np.testing.assert_allclose(rows, want.rows, rtol=2.0**-7)  # float32's errors tip a rounding to bf16
-            np.testing.assert_allclose(columns, want.columns, rtol=2.0**-4)  # small differences of large numbers
+            np.testing.assert_allclose(columns, want.columns, rtol=2.0**-6)  # and sums of squares in bf16
             matrix = u.T @ b + (codes + 0.5) * rows[:, None] * columns
+            # most measured: 1.09, where rank 11 leaves 1% of a state, of which bf16 has 7 bits
+            best = encode_residual(s - u.T @ b, BITS[which]).matrix() + u.T @ b
+            assert np.linalg.norm(s - matrix) < 1.15 * np.linalg.norm(s - best)
             q, k, v = (
                 np.float64(x[row, 0, i])
                 for x, i in ((tokens.q, which // layer.group), (tokens.k, which // layer.group), (tokens.v, which))

@@ -12,8 +12,12 @@ constexpr int ENCODERS = V / 16;  // warps; each has 16 rows of S^T
 constexpr int ENCODE_BARRIER = 1;  // number of their named barrier
 constexpr int BASIS_GROUP = 8;     // columns of the basis in one operand
 constexpr int BASIS_ROWS = round_up(RANK_MAX, BASIS_GROUP);
+constexpr int OMEGA_STRIDE = SKETCH == FP32 ? 64 : 32;  // of operands of 16 channels
 constexpr float PIVOT_TOLERANCE = 3e-3f;  // as in sketchssm/reference/maps.py
 
+// The thread's number. Compilers do not know that it is always the same: else they would keep what follows from it in
+// registers, of which there are none left, from one state to the next.
+DEVICE int encoder_thread() { return opaque(threadIdx.x); }
 DEVICE void sync_encoders() { named_barrier_sync<32 * ENCODERS>(ENCODE_BARRIER); }
 
 struct EncodeMemory {
@@ -26,7 +30,7 @@ struct EncodeMemory {
         alignas(16) float rows[BASIS_ROWS][K];  // of (S S^T Omega)^T
         struct {                                // of a residual
             float squares[ENCODERS][K];         // sums over a warp's rows
-            float across[K];                    // inverse scales of the columns
+            uint2 across[K / 4];                // inverse scales of the columns in bf16
         };
     };
     uint2 basis[BASIS_ROWS][K / 4];                      // as stored, in units of its scale, in bf16; zeros past the rank
@@ -48,46 +52,16 @@ DEVICE float power_of(float most) {
 }
 DEVICE float inverse_of(float power) { return __uint_as_float((254u << 23) - __float_as_uint(power)); }
 
-// Rows 16 w to 16 w + 15 of S^T, of warp w, in the order of operands: lane (r, c) has rows r and r + 8, and columns
-// 16 q + 4 c to 16 q + 4 c + 3 for all q. In products of 16 columns, columns 4 c and 4 c + 1 are the operand's columns
-// 2 c and 2 c + 1; 4 c + 2 and 4 c + 3 are 2 c + 8 and 2 c + 9. `at(row, channel)` below is the address of four numbers.
-struct StateRows {
-    float of[2][K / 4];
-    float power;  // that brings the largest of the rows to [1, 2)
-
-    template <class At> DEVICE void load(const At& at) {
-        const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
-        Packed<STATE, 4> packed[2][K / 16];
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-#pragma unroll
-            for (int q = 0; q < K / 16; q++) packed[half][q].load(at(r + 8 * half, 16 * q + 4 * c));
-#pragma unroll
-        for (int i = 0; i < K / 2; i++)
-            of[i / (K / 4)][i % (K / 4)] = packed[i / (K / 4)][i / 4 % (K / 16)][i % 4];
-    }
-    DEVICE void find_power() {
-        float most = 0;
-#pragma unroll
-        for (int i = 0; i < K / 2; i++) most = fmaxf(most, fabsf(of[i / (K / 4)][i % (K / 4)]));
-        power = power_of(warp_most(most));
-    }
-    // Two neighbours in bf16.
-    DEVICE u32 pair(int half, int q, int h) const {
-        return floats_to_bf16(of[half][4 * q + 2 * h], of[half][4 * q + 2 * h + 1]);
-    }
-    DEVICE u32 second_pair(int half, int q, int h) const {
-        return second_slice(of[half][4 * q + 2 * h], of[half][4 * q + 2 * h + 1], pair(half, q, h));
-    }
-};
-
-// The same rows in bf16, which take half of the registers; second slices come from memory.
-template <class At> struct PairedRows {
+// Rows 16 w to 16 w + 15 of S^T, of warp w, in bf16 and in the order of operands: lane (r, c) has rows r and r + 8, and
+// columns 16 q + 4 c to 16 q + 4 c + 3 for all q. In products of 16 columns, columns 4 c and 4 c + 1 are the operand's
+// columns 2 c and 2 c + 1; 4 c + 2 and 4 c + 3 are 2 c + 8 and 2 c + 9. at(row, channel) is the address of four numbers
+// of the warp's rows, for second slices.
+template <class At> struct StateRows {
     const At& at;
     u32 of[2][K / 16][2];
-    float power;
+    float power;  // that brings the largest of the rows to [1, 2)
 
-    DEVICE explicit PairedRows(const At& at) : at(at) {
+    DEVICE explicit StateRows(const At& at) : at(at) {
         float most = 0;
 #pragma unroll
         for (int half = 0; half < 2; half++)
@@ -104,31 +78,42 @@ template <class At> struct PairedRows {
     }
     DEVICE Packed<STATE, 4> load(int half, int q) const {
         Packed<STATE, 4> x;
-        x.load(at(threadIdx.x % 32 / 4 + 8 * half, 16 * q + threadIdx.x % 4 * 4));
+        x.load(at(encoder_thread() % 32 / 4 + 8 * half, 16 * q + encoder_thread() % 4 * 4));
         return x;
     }
-    DEVICE u32 pair(int half, int q, int h) const { return of[half][q][h]; }
-    DEVICE u32 second_pair(int half, int q, int h) const {
-        const Packed<STATE, 4> x = load(half, q);
-        return second_slice(x[2 * h], x[2 * h + 1], of[half][q][h]);
+    DEVICE void operand(u32 (&a)[4], int q) const {
+        a[0] = of[0][q][0], a[1] = of[1][q][0], a[2] = of[0][q][1], a[3] = of[1][q][1];
+    }
+    DEVICE void second_operand(u32 (&a)[4], int q) const {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const Packed<STATE, 4> x = load(half, q);
+#pragma unroll
+            for (int h = 0; h < 2; h++) a[half + 2 * h] = second_slice(x[2 * h], x[2 * h + 1], of[half][q][h]);
+        }
     }
 };
 
-// This lane's four channels 16 q + 4 c, ... of a row of floats.
-DEVICE float4 load_four(const float* row, int q) {
-    return *reinterpret_cast<const float4*>(row + 16 * q + threadIdx.x % 4 * 4);
-}
+// This lane's operands of BASIS_GROUP columns of Omega, of which products take the first slices.
+struct OmegaGroup {
+    uint2 of[K / 16];
 
-// A warp's part of S S^T Omega for BASIS_GROUP columns of Omega, given as operands, times the square of `power`.
+    DEVICE explicit OmegaGroup(const uint2* from) {
+#pragma unroll
+        for (int q = 0; q < K / 16; q++) of[q] = from[q * OMEGA_STRIDE + encoder_thread() % 32];
+    }
+};
+
+// A warp's part of S S^T Omega for BASIS_GROUP columns of Omega, times the square of `power`.
 template <class Rows>
-DEVICE void multiply_twice(EncodeMemory& m, const Rows& state, const uint2* omega, float power) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+DEVICE void multiply_twice(EncodeMemory& m, const Rows& state, const OmegaGroup& omega, float power) {
+    const int lane = encoder_thread() % 32, warp = encoder_thread() / 32;
     float u[4] = {};
 #pragma unroll
     for (int q = 0; q < K / 16; q++) {
-        const u32 a[4] = {state.pair(0, q, 0), state.pair(1, q, 0), state.pair(0, q, 1), state.pair(1, q, 1)};
-        const uint2 b = omega[q * (SKETCH == FP32 ? 64 : 32) + lane];
-        mma_bf16(u, a, b.x, b.y);
+        u32 a[4];
+        state.operand(a, q);
+        mma_bf16(u, a, omega.of[q].x, omega.of[q].y);
     }
 #pragma unroll
     for (float& x : u) x = x * power * power;
@@ -146,7 +131,7 @@ DEVICE void multiply_twice(EncodeMemory& m, const Rows& state, const uint2* omeg
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             float d[4] = {};
-            mma_bf16(d, a, transpose_8x8(state.pair(0, q, h)), transpose_8x8(state.pair(1, q, h)));
+            mma_bf16(d, a, transpose_8x8(state.of[0][q][h]), transpose_8x8(state.of[1][q][h]));
             x[2 * h] = d[0] + d[2], x[2 * h + 1] = d[1] + d[3];
         }
         m.parts[warp][lane / 4][4 * q + lane % 4] = make_uint2(floats_to_halves(x[0], x[1]), floats_to_halves(x[2], x[3]));
@@ -155,30 +140,8 @@ DEVICE void multiply_twice(EncodeMemory& m, const Rows& state, const uint2* omeg
 
 // A row of shared memory, four floats a lane; zeros past K.
 DEVICE float4 load_row(const float* row) {
-    const int lane = threadIdx.x % 32;
+    const int lane = encoder_thread() % 32;
     return K == 128 || lane < K / 4 ? reinterpret_cast<const float4*>(row)[lane] : make_float4(0, 0, 0, 0);
-}
-
-// Row g of D^-1/2 L^-1, for the Gram matrix L D L^T of m.rows: lane N + j returns column j. N is at least the rank. A
-// row that depends on the rows before it is zero. By a whole warp; lane j has column j of the Gram matrix beside the
-// unit matrix.
-template <int N> DEVICE float inverse_factor(const EncodeMemory& m, int rank, int g) {
-    const int lane = threadIdx.x % 32;
-    float column[N];
-#pragma unroll
-    for (int i = 0; i < N; i++)
-        column[i] = lane < N ? m.gram[max(i, lane)][min(i, lane)] : i == lane - N ? 1.f : 0.f;
-    float own = 0;
-#pragma unroll
-    for (int p = 0; p < N; p++) {
-        if (p >= rank) break;
-        const float pivot = __shfl_sync(ALL, column[p], p), before = m.gram[p][p];
-        const float inverse = pivot > PIVOT_TOLERANCE * PIVOT_TOLERANCE * before ? 1.f / pivot : 0.f;
-        if (p == g) own = column[p] * sqrtf(inverse);
-#pragma unroll
-        for (int i = p + 1; i < N; i++) column[i] -= __shfl_sync(ALL, column[i], p) * inverse * column[p];
-    }
-    return own;
 }
 
 // A number as codes of int8 hold it (see codes_of), in units of the code.
@@ -186,7 +149,7 @@ DEVICE float rounded_code(float x, float inverse) { return (fmaf(x, inverse, 0x1
 
 // Stores row g of the basis, and keeps it as stored. By one warp, four channels a lane.
 DEVICE void store_basis(EncodeMemory& m, sketch_t* packed, int g, int rank, const float4& x) {
-    const int lane = threadIdx.x % 32;
+    const int lane = encoder_thread() % 32;
     const bool own = lane < K / 4;
     float four[4] = {x.x, x.y, x.z, x.w};
     if (g >= rank) {
@@ -218,24 +181,61 @@ DEVICE void store_basis(EncodeMemory& m, sketch_t* packed, int g, int rank, cons
             make_uint2(second_slice(four[0], four[1], pairs.x), second_slice(four[2], four[3], pairs.y));
 }
 
-// Stores B = orth(S S^T Omega) by rows; m.basis has it as stored. `omega` are operands (basis_fragments in
-// sketchssm/cuda/layout.py). Ends with a barrier.
+// Orthonormalises the rows through their Gram matrix L D L^T: stores the rows of D^-1/2 L^-1 times them. A row that
+// depends on the rows before it becomes zero. N is at least the rank.
 //
-// The rows are orthonormalised through their Gram matrix. Rows that are almost parallel keep up to 0.06 of their
-// products; the residual makes up for it.
+// Each warp eliminates the same matrix beside the unit matrix: lane j has column j of the Gram matrix, lane N + j column
+// j of the unit matrix, which becomes that of L^-1.
+template <int N> DEVICE void store_orthonormal_rows(EncodeMemory& m, sketch_t* packed, int rank) {
+    const int lane = encoder_thread() % 32, warp = encoder_thread() / 32;
+    float column[N];
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        column[i] = lane < N ? m.gram[max(i, lane)][min(i, lane)] : i == lane - N ? 1.f : 0.f;
+#pragma unroll
+    for (int p = 0; p < N; p++) {
+        if (p >= rank) break;
+        const float pivot = __shfl_sync(ALL, column[p], p), before = m.gram[p][p];
+        const float root = pivot > PIVOT_TOLERANCE * PIVOT_TOLERANCE * before ? rsqrtf(pivot) : 0.f;
+        column[p] *= root;
+#pragma unroll
+        for (int i = p + 1; i < N; i++) column[i] -= __shfl_sync(ALL, column[i], p) * root * column[p];
+    }
+#pragma unroll 1
+    for (int g = warp; g < round_up(rank, BASIS_GROUP); g += ENCODERS) {
+        float own = 0;
+#pragma unroll
+        for (int p = 0; p < N; p++)
+            if (p == g) own = column[p];
+        float4 row = make_float4(0, 0, 0, 0);
+#pragma unroll 1
+        for (int j = 0; j <= g && g < rank; j++) {
+            const float factor = __shfl_sync(ALL, own, N + j);
+            const float4 x = load_row(m.rows[j]);
+            row.x += factor * x.x, row.y += factor * x.y, row.z += factor * x.z, row.w += factor * x.w;
+        }
+        store_basis(m, packed, g, rank, row);
+    }
+}
+
+// Stores B = orth(S S^T Omega) by rows; m.basis has it as stored. `omega` are operands (basis_fragments in
+// sketchssm/cuda/layout.py), whose first group is `own`. Ends with a barrier.
+//
+// Rows that are almost parallel keep up to 0.06 of their products; the residual makes up for it.
 template <class Rows>
-DEVICE void adapt_basis(EncodeMemory& m, const Rows& state, const uint2* omega, sketch_t* packed, int rank) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+DEVICE void adapt_basis(EncodeMemory& m, const Rows& state, const uint2* omega, OmegaGroup own, sketch_t* packed,
+                        int rank) {
+    const int lane = encoder_thread() % 32, warp = encoder_thread() / 32;
     if (lane == 0) m.power[warp] = state.power;
     sync_encoders();
     float power = m.power[0];
 #pragma unroll
     for (int w = 1; w < ENCODERS; w++) power = fminf(power, m.power[w]);
 #pragma unroll 1
-    for (int first = 0; first < rank; first += BASIS_GROUP) {
-        multiply_twice(m, state, omega + first * (K / 16) * (SKETCH == FP32 ? 64 : 32) / BASIS_GROUP, power);
+    for (int first = 0;; first += BASIS_GROUP) {
+        multiply_twice(m, state, own, power);
         sync_encoders();
-        for (int i = threadIdx.x; i < BASIS_GROUP * K / 4; i += 32 * ENCODERS) {
+        for (int i = encoder_thread(); i < BASIS_GROUP * K / 4; i += 32 * ENCODERS) {
             float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
             for (int w = 0; w < ENCODERS; w++) {
@@ -245,56 +245,47 @@ DEVICE void adapt_basis(EncodeMemory& m, const Rows& state, const uint2* omega, 
             }
             reinterpret_cast<float4*>(m.rows[first])[i] = sum;
         }
+        if (first + BASIS_GROUP >= rank) break;
+        own = OmegaGroup(omega + (first / BASIS_GROUP + 1) * (K / 16) * OMEGA_STRIDE);
         sync_encoders();
     }
+    sync_encoders();
 #pragma unroll 1
     for (int g = warp; g < rank; g += ENCODERS) {
-        const float4 own = load_row(m.rows[g]);
+        const float4 row = load_row(m.rows[g]);
 #pragma unroll 1
         for (int first = 0; first <= g; first += BASIS_GROUP) {
             float dots[BASIS_GROUP];
 #pragma unroll
             for (int j = 0; j < BASIS_GROUP; j++) {
                 const float4 x = load_row(m.rows[min(first + j, g)]);
-                dots[j] = own.x * x.x + own.y * x.y + own.z * x.z + own.w * x.w;
+                dots[j] = row.x * x.x + row.y * x.y + row.z * x.z + row.w * x.w;
             }
             const float dot = warp_sums(dots);
             if (lane % (32 / BASIS_GROUP) == 0) m.gram[g][first + lane / (32 / BASIS_GROUP)] = dot;
         }
     }
     sync_encoders();
-#pragma unroll 1
-    for (int g = warp; g < round_up(rank, BASIS_GROUP); g += ENCODERS) {
-        float4 row = make_float4(0, 0, 0, 0);
-        if (g < rank) {
-            const bool few = rank <= BASIS_GROUP;
-            const float factors = few ? inverse_factor<BASIS_GROUP>(m, rank, g) : inverse_factor<BASIS_ROWS>(m, rank, g);
-#pragma unroll 1
-            for (int j = 0; j <= g; j++) {
-                const float factor = __shfl_sync(ALL, factors, (few ? BASIS_GROUP : BASIS_ROWS) + j);
-                const float4 x = load_row(m.rows[j]);
-                row.x += factor * x.x, row.y += factor * x.y, row.z += factor * x.z, row.w += factor * x.w;
-            }
-        }
-        store_basis(m, packed, g, rank, row);
-    }
+    if (rank <= BASIS_GROUP) store_orthonormal_rows<BASIS_GROUP>(m, packed, rank);
+    else store_orthonormal_rows<BASIS_ROWS>(m, packed, rank);
     sync_encoders();
 }
 
 // U of the warp's rows, in m.columns.
 template <class Rows> DEVICE void multiply_basis(EncodeMemory& m, const Rows& state, int rank) {
-    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, row = threadIdx.x / 32 * 16 + r;
+    const int lane = encoder_thread() % 32, r = lane / 4, c = lane % 4, row = encoder_thread() / 32 * 16 + r;
 #pragma unroll 1
     for (int first = 0; first < rank; first += BASIS_GROUP) {
         float sums[4] = {};
 #pragma unroll
         for (int q = 0; q < K / 16; q++) {
-            const u32 a[4] = {state.pair(0, q, 0), state.pair(1, q, 0), state.pair(0, q, 1), state.pair(1, q, 1)};
+            u32 a[4];
+            state.operand(a, q);
             const uint2 b = m.basis[first + r][4 * q + c];
             if constexpr (SKETCH == FP32) {
                 const uint2 more = m.more[first + r][4 * q + c];
-                const u32 rest[4] = {state.second_pair(0, q, 0), state.second_pair(1, q, 0), state.second_pair(0, q, 1),
-                                     state.second_pair(1, q, 1)};
+                u32 rest[4];
+                state.second_operand(rest, q);
                 mma_bf16(sums, rest, b.x, b.y);
                 mma_bf16(sums, a, more.x, more.y);
             }
@@ -310,7 +301,7 @@ template <class Rows> DEVICE void multiply_basis(EncodeMemory& m, const Rows& st
 
 // Stores U, and keeps it as stored. Ends with a barrier.
 DEVICE void store_columns(EncodeMemory& m, sketch_t* packed, int rank) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int lane = encoder_thread() % 32, warp = encoder_thread() / 32;
     const SmallPart<small_t> small(packed, rank);
 #pragma unroll 1
     for (int g = warp; g < rank; g += ENCODERS) {
@@ -332,14 +323,4 @@ DEVICE void store_columns(EncodeMemory& m, sketch_t* packed, int rank) {
         }
     }
     sync_encoders();
-}
-
-// Stores the sketch of the encoders' rows in `packed`; `info` is {rank, offset, bits, basis}, and `basis` has all heads'
-// operands. Ends with a barrier.
-template <class Rows>
-DEVICE void sketch_state(EncodeMemory& m, const Rows& state, const uint2* basis, sketch_t* packed, const int4& info) {
-    adapt_basis(m, state, basis + info.w, packed, info.x);
-    multiply_basis(m, state, info.x);
-    sync_encoders();
-    store_columns(m, packed, info.x);
 }

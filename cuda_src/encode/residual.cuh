@@ -6,133 +6,165 @@
 DEVICE constexpr float level_distance(int bits) { return bits == 1 ? 1.596f : bits == 2 ? 0.996f : 0.586f; }
 DEVICE constexpr float level_gain(int bits) { return bits == 1 ? 1.571f : bits == 2 ? 1.135f : 1.039f; }
 
-DEVICE float inverse_or_zero(float scale) { return scale < 0x1p-120f ? 0.f : 1.f / scale; }
+constexpr u32 BF16_ONES = 0x3f803f80;
 
-// state -= U B as stored. The left operand has -U times the scales in two bf16 slices, columns 0 to 7 the first slices
-// of BASIS_GROUP columns, 8 to 15 the second.
-DEVICE void subtract_sketch(const EncodeMemory& m, StateRows& state, int rank) {
-    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, row = threadIdx.x / 32 * 16 + r;
-#pragma unroll 1
-    for (int first = 0; first < rank; first += BASIS_GROUP) {
-        u32 a[4];
+DEVICE float inverse_or_zero(float scale) { return scale < 0x1p-120f ? 0.f : __fdividef(1, scale); }
+
+// state -= factor U B, as stored, with at most GROUPS groups of columns; returns the sum of squares of this lane's part
+// of rows r and r + 8. The left operand of a group has -factor U times the scales in two bf16 slices: columns 0 to 7 the
+// first slices, 8 to 15 the second.
+template <int GROUPS, class Rows>
+DEVICE float2 subtract_sketch(const EncodeMemory& m, Rows& state, int rank, float factor) {
+    const int lane = encoder_thread() % 32, r = lane / 4, c = lane % 4, row = encoder_thread() / 32 * 16 + r;
+    u32 a[GROUPS][4];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float x[2];
+    for (int i = 0; i < 2 * GROUPS; i++) {
+        const int group = i / 2, half = i % 2;
+        float x[2];
 #pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const int g = first + 2 * c + e;
-                x[e] = g < rank ? -m.columns[g][row + 8 * half] * m.scale[g] : 0.f;
-            }
-            a[half] = floats_to_bf16(x[0], x[1]), a[2 + half] = second_slice(x[0], x[1], a[half]);
+        for (int e = 0; e < 2; e++) {
+            const int g = BASIS_GROUP * group + 2 * c + e;
+            x[e] = g < rank ? -factor * m.scale[g] * m.columns[g][row + 8 * half] : 0.f;
         }
-#pragma unroll
-        for (int q = 0; q < K / 16; q++) {
-            const uint2 basis = m.basis[first + r][4 * q + c];
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const u32 b = transpose_8x8(h ? basis.y : basis.x);
-                float* const s[2] = {&state.of[0][4 * q + 2 * h], &state.of[1][4 * q + 2 * h]};
-                float d[4] = {s[0][0], s[0][1], s[1][0], s[1][1]};
-                if constexpr (SKETCH == FP32) {
-                    const uint2 more = m.more[first + r][4 * q + c];
-                    const u32 second = transpose_8x8(h ? more.y : more.x);
-                    mma_bf16(d, a, second, second);
-                }
-                mma_bf16(d, a, b, b);
-                s[0][0] = d[0], s[0][1] = d[1], s[1][0] = d[2], s[1][1] = d[3];
-            }
-        }
+        a[group][half] = floats_to_bf16(x[0], x[1]);
+        a[group][2 + half] = second_slice(x[0], x[1], a[group][half]);
     }
+    float squares[2] = {};
+#pragma unroll
+    for (int q = 0; q < K / 16; q++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float d[4];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const u32 x = state.of[half][q][h];
+                d[2 * half] = __uint_as_float(x << 16), d[2 * half + 1] = __uint_as_float(x & 0xffff0000u);
+            }
+#pragma unroll
+            for (int group = 0; group < GROUPS; group++) {
+                const int g = BASIS_GROUP * group + r;
+                if constexpr (SKETCH == FP32) {
+                    const u32* const more = &m.more[g][4 * q + c].x;
+                    const u32 second = transpose_8x8(more[h]);
+                    mma_bf16(d, a[group], second, second);
+                }
+                const u32* const basis = &m.basis[g][4 * q + c].x;
+                const u32 b = transpose_8x8(basis[h]);
+                mma_bf16(d, a[group], b, b);
+            }
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                squares[half] += d[2 * half] * d[2 * half] + d[2 * half + 1] * d[2 * half + 1];
+                state.of[half][q][h] = floats_to_bf16(d[2 * half], d[2 * half + 1]);
+            }
+        }
+    return make_float2(squares[0], squares[1]);
 }
 
-// Sums of N values (a power of two times 8) over the lanes (0, c) to (7, c): lane (r, c) returns those of values
+// Sums of N pairs in bf16 (a power of two times 8) over the lanes (0, c) to (7, c): lane (r, c) returns those of pairs
 // N / 8 r, ... in the first places of x.
-template <int N, int BIT = 16> DEVICE void sum_over_rows(float (&x)[N]) {
+template <int N, int BIT = 16> DEVICE void sum_over_rows(u32 (&x)[N]) {
     if constexpr (BIT >= 4) {
         constexpr int HALF = N * BIT / 32;
-        const bool upper = threadIdx.x & BIT;
+        const bool upper = encoder_thread() & BIT;
 #pragma unroll
         for (int i = 0; i < HALF; i++) {
-            const float keep = upper ? x[i + HALF] : x[i], send = upper ? x[i] : x[i + HALF];
-            x[i] = keep + __shfl_xor_sync(ALL, send, BIT);
+            const u32 keep = upper ? x[i + HALF] : x[i], send = upper ? x[i] : x[i + HALF];
+            x[i] = fma_bf16(keep, BF16_ONES, __shfl_xor_sync(ALL, send, BIT));
         }
         sum_over_rows<N, BIT / 2>(x);
     }
 }
 
-// The residual of a head with its stored sketch. `codes`: where the residual is stored.
-template <int BITS> DEVICE void encode_residual(EncodeMemory& m, StateRows& state, char* codes, int rank) {
+// The residual of a head with its stored sketch, from rows in bf16 and with sums of squares in bf16: levels and scales
+// are coarser. `codes`: where the residual is stored.
+template <int BITS, class Rows>
+DEVICE void encode_residual(EncodeMemory& m, Rows& state, char* codes, int rank) {
     constexpr float DISTANCE = level_distance(BITS), GAIN = level_gain(BITS), HALF = 1 << (BITS - 1);
-    constexpr int PART = 8;  // columns of a lane whose sums are made together
-    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, warp = threadIdx.x / 32;
+    constexpr int PAIRS = K / 8;  // of a lane's columns
+    const int lane = encoder_thread() % 32, r = lane / 4, c = lane % 4, warp = encoder_thread() / 32;
     u16* const scales = scales_of(codes, BITS);
-    subtract_sketch(m, state, rank);
-    float unit = 1;
+    float factor = 1;
     if (state.power < 0x1p-40f || state.power > 0x1p40f) {  // float32 does not hold the squares
-        unit = inverse_of(state.power);
+        factor = state.power;
+        const u32 pair = floats_to_bf16(factor, factor);
 #pragma unroll
-        for (int i = 0; i < K / 2; i++) state.of[i / (K / 4)][i % (K / 4)] *= state.power;
-    }
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        float sum = 0;
-#pragma unroll
-        for (int i = 0; i < K / 4; i++) sum += state.of[half][i] * state.of[half][i];
-        const u16 scale = narrow<BF16>(DISTANCE * GAIN * sqrtf(group_sum<4>(sum) / K));
-        const float inverse = GAIN * inverse_or_zero(widen<BF16>(scale));
-        if (c == 0)
-            scales[16 * warp + r + 8 * half] = inverse == 0.f ? 0 : narrow<BF16>(widen<BF16>(scale) * unit);
-#pragma unroll
-        for (int i = 0; i < K / 4; i++) state.of[half][i] *= inverse;
-    }
-#pragma unroll
-    for (int part = 0; part < K / 4; part += PART) {
-        float squares[PART];
-#pragma unroll
-        for (int i = 0; i < PART; i++)
-            squares[i] = state.of[0][part + i] * state.of[0][part + i] + state.of[1][part + i] * state.of[1][part + i];
-        sum_over_rows(squares);
-#pragma unroll
-        for (int i = 0; i < PART / 8; i++) {
-            const int own = part + PART / 8 * r + i;
-            m.squares[warp][own / 4 * 16 + 4 * c + own % 4] = squares[i];
+        for (int i = 0; i < 2 * PAIRS; i++) {
+            u32& x = state.of[i / PAIRS][i / 2 % (K / 16)][i % 2];
+            x = fma_bf16(x, pair, 0);
         }
     }
+    const float2 sums = rank <= BASIS_GROUP ? subtract_sketch<1>(m, state, rank, factor)
+                                            : subtract_sketch<BASIS_ROWS / BASIS_GROUP>(m, state, rank, factor);
+    u32 squares[PAIRS];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const u16 scale = narrow<BF16>(DISTANCE * GAIN * sqrtf(group_sum<4>(half ? sums.y : sums.x) / K));
+        const float inverse = GAIN * inverse_or_zero(widen<BF16>(scale));
+        if (c == 0)
+            scales[16 * warp + r + 8 * half] =
+                inverse == 0.f ? 0 : narrow<BF16>(widen<BF16>(scale) * inverse_of(factor));
+        const u32 pair = floats_to_bf16(inverse, inverse);
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++) {
+            u32& x = state.of[half][i / 2][i % 2];
+            x = fma_bf16(x, pair, 0);
+            squares[i] = fma_bf16(x, x, half ? squares[i] : 0);
+        }
+    }
+    sum_over_rows(squares);
+#pragma unroll
+    for (int i = 0; i < PAIRS / 8; i++) {
+        const int own = PAIRS / 8 * r + i;
+        *reinterpret_cast<float2*>(&m.squares[warp][own / 2 * 16 + 4 * c + own % 2 * 2]) =
+            make_float2(__uint_as_float(squares[i] << 16), __uint_as_float(squares[i] & 0xffff0000u));
+    }
     sync_encoders();
-    for (int k = threadIdx.x; k < K; k += 32 * ENCODERS) {
+    for (int k = encoder_thread(); k < K; k += 32 * ENCODERS) {
         float sum = 0;
 #pragma unroll
         for (int w = 0; w < ENCODERS; w++) sum += m.squares[w][k];
         const u16 scale = narrow<BF16>(DISTANCE * sqrtf(sum / V));
         const float inverse = inverse_or_zero(widen<BF16>(scale));
-        m.across[k] = inverse / (2 * HALF);
+        reinterpret_cast<u16*>(m.across)[k] = narrow<BF16>(inverse);
         scales[V + k] = inverse == 0.f ? 0 : scale;
     }
     sync_encoders();
+    const u32 middle = floats_to_bf16(HALF - 0.5f, HALF - 0.5f), last = floats_to_bf16(2 * HALF - 1, 2 * HALF - 1);
     BlockCodes<BITS> block;
     block.clear();
 #pragma unroll
     for (int q = 0; q < K / 16; q++) {
-        const float4 four = load_four(m.across, q);
-        const float across[4] = {four.x, four.y, four.z, four.w};
+        const uint2 across = m.across[4 * q + c];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            u32 bits[4];
+            u32 bits[2];
 #pragma unroll
-            for (int n = 0; n < 4; n++) {
-                // floor of a number from 0 to 2 HALF, which 2^23 has as its low bits; NaN becomes code 0
-                const float x = __saturatef(fmaf(state.of[half][4 * q + n], across[n], 0.5f));
-                bits[n] = __float_as_uint(__fmaf_rd(x, 2 * HALF - 1e-6f, 0x1p23f));
+            for (int h = 0; h < 2; h++) {
+                // 128 has a unit of 1 in bf16; NaN becomes the last code
+                const u32 code = smaller_bf16(fma_relu_bf16(state.of[half][q][h], h ? across.y : across.x, middle), last);
+                bits[h] = fma_bf16(code, BF16_ONES, 0x43004300);
             }
-            block.set(half * ROW_REGISTERS + q, __byte_perm(__byte_perm(bits[0], bits[1], 0x0040),
-                                                            __byte_perm(bits[2], bits[3], 0x0040), 0x5410));
+            block.set(half * ROW_REGISTERS + q, __byte_perm(bits[0], bits[1], 0x6420));
         }
     }
     block.store(codes, warp);
 }
 
-// The same for a head's bits, if there are any.
-DEVICE void encode_residual(EncodeMemory& m, StateRows& own, sketch_t* packed, const int4& info) {
+// Stores sketch and residual of a head's state in `packed`; info is {rank, offset, bits, basis}, and `basis` has all
+// heads' operands. at(row, channel) is the address of four numbers of the warp's 16 rows; `release` is called when the
+// rows have been read.
+template <class At, class Release>
+DEVICE void encode_state(EncodeMemory& m, const At& at, const uint2* basis, sketch_t* packed, const int4& info,
+                         Release release) {
+    const OmegaGroup omega(basis + info.w);
+    StateRows<At> rows(at);
+    if (SKETCH != FP32) release();
+    adapt_basis(m, rows, basis + info.w, omega, packed, info.x);
+    multiply_basis(m, rows, info.x);
+    if (SKETCH == FP32) release();
+    sync_encoders();
+    store_columns(m, packed, info.x);
     char* const codes = reinterpret_cast<char*>(packed) + residual_at(info.x);
-    with_bits(info.z, [&](auto bits) { encode_residual<decltype(bits)::VALUE>(m, own, codes, info.x); });
+    with_bits(info.z, [&](auto bits) { encode_residual<decltype(bits)::VALUE>(m, rows, codes, info.x); });
 }

@@ -121,14 +121,10 @@ DEVICE void sketch_tile(const Flush& f, const FlushTile& tile, const int4& info,
     if (info.x > 0) {
         StateBlock& block = f.m.rows[n % STATE_STAGES][threadIdx.x / 32].state;
         auto at = [&](int row, int channel) { return block.at(row, channel); };
-        const PairedRows<decltype(at)> rows(at);
-        sketch_state(f.m.encode, rows, f.basis, f.packed(tile, info), info);
-        StateRows own;
-        own.load(at);
-        own.power = rows.power;
-        __syncwarp();
-        release_rows(member, then);
-        encode_residual(f.m.encode, own, f.packed(tile, info), info);
+        encode_state(f.m.encode, at, f.basis, f.packed(tile, info), info, [&] {
+            __syncwarp();
+            release_rows(member, then);
+        });
         return;
     }
 #endif

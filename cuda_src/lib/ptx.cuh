@@ -373,6 +373,19 @@ DEVICE u32 fma_bf16(u32 x, u32 y, u32 z) {
     return sum;
 }
 
+// The same, with zeros for negative numbers.
+DEVICE u32 fma_relu_bf16(u32 x, u32 y, u32 z) {
+    u32 sum;
+    asm("fma.rn.relu.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(x), "r"(y), "r"(z));
+    return sum;
+}
+// The smaller numbers of pairs, or those that are not NaN.
+DEVICE u32 smaller_bf16(u32 x, u32 y) {
+    u32 z;
+    asm("min.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    return z;
+}
+
 // The larger number, or NaN if one is NaN.
 DEVICE float larger(float x, float y) {
     float z;

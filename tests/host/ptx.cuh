@@ -236,14 +236,25 @@ inline u16 float_to_half(float x) {
 inline u32 floats_to_bf16(float x, float y) { return float_to_bf16(x) | static_cast<u32>(float_to_bf16(y)) << 16; }
 // In double precision, as the host flushes subnormal float32 numbers. The result is not subnormal where kernels use
 // this.
-inline u32 fma_bf16(u32 x, u32 y, u32 z) {
+template <class Of> inline u32 pairs_of_bf16(u32 x, u32 y, u32 z, const Of& of) {
     auto wide = [](u32 pair, int i) {
         const int bits = static_cast<int>(pair >> 16 * i & 0xffff), exponent = bits >> 7 & 0xff;
-        const double most = exponent ? std::ldexp(128 + (bits & 0x7f), exponent - 134) : std::ldexp(bits & 0x7f, -133);
+        const double most = exponent == 255 ? (bits & 0x7f ? NAN : INFINITY)
+                            : exponent      ? std::ldexp(128 + (bits & 0x7f), exponent - 134)
+                                            : std::ldexp(bits & 0x7f, -133);
         return bits >> 15 ? -most : most;
     };
-    auto one = [&](int i) { return static_cast<float>(wide(x, i) * wide(y, i) + wide(z, i)); };
+    auto one = [&](int i) { return static_cast<float>(of(wide(x, i), wide(y, i), wide(z, i))); };
     return floats_to_bf16(one(0), one(1));
+}
+inline u32 fma_bf16(u32 x, u32 y, u32 z) {
+    return pairs_of_bf16(x, y, z, [](double a, double b, double c) { return a * b + c; });
+}
+inline u32 fma_relu_bf16(u32 x, u32 y, u32 z) {
+    return pairs_of_bf16(x, y, z, [](double a, double b, double c) { return a * b + c < 0 ? 0 : a * b + c; });
+}
+inline u32 smaller_bf16(u32 x, u32 y) {
+    return pairs_of_bf16(x, y, 0, [](double a, double b, double) { return std::fmin(a, b); });
 }
 
 inline float larger(float x, float y) { return x > y || x != x ? x : y; }
