@@ -39,14 +39,14 @@ TARGETS = {
 # Limits on spilt bytes per thread. Kernels use as many registers as their residency allows. Spills cost time, as
 # shared memory leaves little first-level cache, but most spills are in the one warp that finishes dense maps.
 # The most measured is 308, for kda's dense map on sm_90; for reads 56 and for draft reads 216, where some heads read
-# their full states. `encode` keeps a state in registers: 244 on sm_100, 44 on sm_90.
+# their full states.
 SPILL_BYTES = {
     "standard": 8,
     "read": 56,
     "read_draft": 216,
     "standard_draft": 8,
     "flush": 320,
-    "encode": 250,
+    "encode": 8,
     "slots": 0,
     "commit": 0,
     "copy": 0,

@@ -3,7 +3,7 @@
 //
 // All products use the tensor cores. S S^T Omega takes the state in bf16: its error turns the basis a little. U is of
 // the basis as stored, and takes the state in bf16 too, or for float32 sketches in two slices (2^-16). A residual knows
-// basis and U as they are stored.
+// basis and U as they are stored, and takes the state in bf16.
 #pragma once
 #include "slot/codes.cuh"
 #include "slot/residual.cuh"

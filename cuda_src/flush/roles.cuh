@@ -13,6 +13,9 @@
 //                                 +-----------------------------> epilogue warp ----------> map
 //                                                                 (mamba2: may be the solver)
 //
+// With the map subspace (ENCODES) the fold warps make all of a sketch, from registers, and meet at a named barrier of
+// their own (encode/residual.cuh).
+//
 // Otherwise (kda; fp16 and float32 activations), one block per multiprocessor:
 //
 //   k, q, gates  producer -> keys[2] --> transform warps (8) --> prepared[2], Gram matrix
