@@ -436,5 +436,5 @@ def test_sums_stay_on_the_models_device(monkeypatch):
     assert all(torch.is_tensor(x) for x in seen)
     for name, plan in got.items():
         assert np.array_equal(plan.ranks, want[name].ranks)
-        # float32 products of two libraries
-        np.testing.assert_allclose(plan.omega, want[name].omega, atol=1e-3)
+    # float32 products of two libraries; columns of equal eigenvalues differ, what they retain does not
+    assert got.allocation.retained == pytest.approx(want.allocation.retained, abs=1e-3)
