@@ -14,7 +14,14 @@ FRAMEWORKS = {"torch", "jax", "transformers", "vllm"}
 # Modules that may import a framework: they convert arrays, load models, time other libraries, or serve PyTorch.
 KNOW_FRAMEWORKS = {
     f"sketchssm.{name}"
-    for name in ("arrays.interop", "cuda.frameworks", "study.bench.peers", "calibrate.distributed", "torch")
+    for name in (
+        "arrays.interop",
+        "cuda.frameworks",
+        "study.bench.peers",
+        "study.bench.authors_process",
+        "calibrate.distributed",
+        "torch",
+    )
 } | {module for module in FILES if module.startswith(("sketchssm.transformers", "sketchssm.vllm"))}
 # The rooms of the package, from the ground up: a room imports only rooms before it.
 ROOMS = (

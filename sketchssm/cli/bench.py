@@ -15,7 +15,7 @@ import click
 
 import sketchssm
 from sketchssm.cli import options
-from sketchssm.cli.options import AT_LEAST_ONE, COUNT, NOT_NEGATIVE, NUMBERS, PATH
+from sketchssm.cli.options import AT_LEAST_ONE, COUNT, NOT_NEGATIVE, NUMBERS, OLD_FOLDER, PATH
 from sketchssm.layer.checks import ACTIVATIONS
 from sketchssm.layer.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS
@@ -84,6 +84,11 @@ ARRIVING = {"cuda": (32, 128, 256), "cpu": (8, 32)}
 )
 @click.option("--raw-gate", is_flag=True, help="Give heads of kda raw gate inputs instead of log-decays.")
 @click.option("--peers", is_flag=True, help="Time other libraries' standard decode as well, on a GPU.")
+@click.option(
+    "--peer-path",
+    type=OLD_FOLDER,
+    help="Folder with the authors' package (SNU-ARC/SketchSSM): time its gdn kernels as well.",
+)
 @click.option("--arrivals", is_flag=True, help="Let requests arrive and leave at random, instead of whole windows.")
 @click.option("--layers", type=COUNT, default=32, help="Layers of the model, for --arrivals.")
 @click.option("--steps", type=COUNT, default=128, help="Timed steps, for --arrivals; rounded up to whole windows.")
@@ -108,6 +113,7 @@ def command(
     state_dtype: str,
     raw_gate: bool,
     peers: bool,
+    peer_path: Path | None,
     arrivals: bool,
     layers: int,
     steps: int,
@@ -136,7 +142,7 @@ def command(
         if backend == "reference":
             raise click.BadParameter("calibration computes in NumPy (cpu) or CuPy (cuda)", param_hint="--backend")
     if arrivals:
-        options.refuse("with --arrivals", ("seconds", "peers"))
+        options.refuse("with --arrivals", ("seconds", "peers", "peer_path"))
     else:
         options.refuse("without --arrivals", ("layers", "steps", "tokens"))
     if plan_files:
@@ -146,7 +152,7 @@ def command(
         )
     elif residual_bits != "0" and "subspace" not in maps:
         raise click.UsageError("--residual-bits: has no effect without --map subspace")
-    _check(shapes, duty, peers, raw_gate, device)
+    _check(shapes, duty, peers or peer_path is not None, raw_gate, device)
     names = list(bench.SHAPES) if "all" in shapes else shapes or bench.COMMON
     options.check_files({"--plan": plan_files}, json=json_file)
     made = {
@@ -200,7 +206,9 @@ def command(
         tables = bench.arrival_tables(report)
     else:
         with progress as step:
-            report = bench.time_cases(cases, backend, seconds=seconds, peers=peers, progress=step, **common)
+            report = bench.time_cases(
+                cases, backend, seconds=seconds, peers=peers, peer_path=peer_path, progress=step, **common
+            )
         tables = bench.time_tables(report)
         compiled = sum(r.first_call_seconds for r in report.results) + report.compile_seconds
         told.append(f"First calls (compiling, or loading compiled kernels) took {compiled:.1f} s more, not counted.")

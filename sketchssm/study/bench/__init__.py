@@ -10,6 +10,7 @@ copy bandwidth measured in the same run. Each result also has the error of the o
 """
 
 from sketchssm.study.bench.arrivals import ArrivalsReport, ArrivalsResult, time_arrivals
+from sketchssm.study.bench.authors import measure_authors
 from sketchssm.study.bench.calibration import (
     CalibrationReport,
     CalibrationResult,
@@ -54,6 +55,7 @@ __all__ = [
     "copy_bandwidth",
     "device_bandwidth",
     "device_name",
+    "measure_authors",
     "measure_device",
     "measure_host",
     "measure_peer",

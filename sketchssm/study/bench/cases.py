@@ -13,6 +13,7 @@ from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.recurrence import Layer
 from sketchssm.plans.model_plans import load_plans
 from sketchssm.plans.plan import SketchPlan
+from sketchssm.study.bench.authors import measure_authors
 from sketchssm.study.bench.device import Workload, compile_all, device_bandwidth, device_name, measure_device
 from sketchssm.study.bench.host import copy_bandwidth, measure_host
 from sketchssm.study.bench.peers import PEERS, measure_peer
@@ -108,17 +109,19 @@ def time_cases(
     seconds: float | None = None,
     duty: float = 1.0,
     peers: bool = False,
+    peer_path: Path | None = None,
     seed: int = 0,
     progress: Callable[[str], None] = lambda label: None,
 ) -> Report:
     """Time cases one after the other.
 
     `seconds` are spent on each system; by default 0.5, on "cuda" 0.05 of device time. For "cuda", `duty` is that of
-    `typical_times`, and `peers` adds the standard decode of other libraries. `progress` is called with a label before
+    `typical_times`, and `peers` adds the standard decode of other libraries, and
+    `peer_path`, the folder of the authors' package, their sketched decode. `progress` is called with a label before
     each case, and on "cuda" before compiling.
     """
     if backend == "cuda":
-        return _on_device(cases, 0.05 if seconds is None else seconds, duty, peers, seed, progress)
+        return _on_device(cases, 0.05 if seconds is None else seconds, duty, peers, peer_path, seed, progress)
     report = Report(copy_bandwidth())
     spent = 0.5 if seconds is None else seconds
     for case in cases:
@@ -140,7 +143,13 @@ def _refusal(case: Case) -> str:
 
 
 def _on_device(
-    cases: Sequence[Case], seconds: float, duty: float, peers: bool, seed: int, progress: Callable[[str], None]
+    cases: Sequence[Case],
+    seconds: float,
+    duty: float,
+    peers: bool,
+    peer_path: Path | None,
+    seed: int,
+    progress: Callable[[str], None],
 ) -> Report:
     """Cases on the current GPU; what does not fit, and a peer that fails, is reported, and the others are timed."""
     others = [peer for peer in PEERS if peers and any(case.layer.kind == peer.kind for case in cases)]
@@ -174,4 +183,10 @@ def _on_device(
                 report.results.append(measure_peer(case.shape, peer, work, bandwidth, seconds=seconds, duty=duty))
             except (MemoryError, RuntimeError) as error:
                 failed(case, peer.name, error)
+        if peer_path is not None and case.plans:
+            try:
+                timed = measure_authors(case.shape, case.plans[0], case.batch, bandwidth, peer_path, seconds=seconds)
+                report.results.append(timed)
+            except RuntimeError as error:
+                failed(case, "SNU-ARC/SketchSSM", error)
     return report
