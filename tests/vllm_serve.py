@@ -2,8 +2,8 @@
 
     PYTHONPATH=benchmarks python vllm_serve.py FOLDER ARGUMENTS
 
-The model is written into FOLDER, if there is none. ARGUMENTS are more arguments of vLLM's LLM, in JSON. The last line
-of the output has how log-probabilities of decode steps agree with the engine's own prefill, and vLLM's counters.
+The model is written into FOLDER, if there is none. ARGUMENTS are more arguments of vLLM's LLM, in JSON. The file
+``FOLDER/result`` then has how log-probabilities of decode steps agree with the engine's own prefill, and counters.
 """
 
 import json
@@ -47,11 +47,11 @@ def main():
     llm = LLM(
         **{
             "model": str(folder), "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 1024,
-            "max_num_seqs": 16, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 40, "seed": 0,
+            "max_num_seqs": 16, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 24, "seed": 0,
             "generation_config": "vllm", "disable_log_stats": False, **arguments,
         }
     )  # fmt: skip
-    requests = vllm_agreement.draw_requests(60, (1, 161), (4, 161), 500, 1, shared=300)
+    requests = vllm_agreement.draw_requests(60, (1, 241), (4, 161), 500, 1, shared=200)
     # prompts of one token, of a chunk, and of a chunk and one token
     requests[1:4] = [(requests[i][0][:1] * n, requests[i][1]) for i, n in ((1, 1), (2, 128), (3, 129))]
     vllm_agreement.serve(llm.llm_engine, requests[:16], 16)
@@ -61,7 +61,7 @@ def main():
     result = vllm_agreement.summary(wrong, spread)
     for name in ("num_preemptions", "prefix_cache_hits"):
         result[name] = float(np.nan_to_num(counters[f"vllm:{name}"]))
-    print(json.dumps(result), flush=True)
+    (folder / "result").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
