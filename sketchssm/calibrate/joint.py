@@ -123,7 +123,7 @@ class JointScores(Accumulator):
     def update(
         self, q: Any, k: Any, v: Any, g: Any, beta: Any = None, grad: Any = None, *, carry: Carry | None = None
     ) -> Carry:
-        """Add the samples of some tokens.
+        """Add the samples of some tokens, on the device of their arrays (see `Moments.update`).
 
         Parameters
         ----------

@@ -79,6 +79,10 @@ class Moments(Accumulator):
     def update(self, q: Any, k: Any, v: Any, g: Any, beta: Any = None, *, carry: Carry | None = None) -> Carry:
         """Add the samples of some tokens.
 
+        Arrays of CuPy, and of PyTorch on a GPU, stay there: sums are computed on their device, and copied when an
+        attribute is read. Others are computed in NumPy on all cores. Matrices are multiplied in float32 unless an
+        array is float64, and summed in float64.
+
         Parameters
         ----------
         q, k : array, (batch, tokens, key_heads, K)

@@ -143,7 +143,7 @@ def visit(
     positions after the last token, and shares no memory with the caller's arrays.
     """
     batch = tokens.v.shape[0]
-    carry = _checked(layer, carry, batch, window)
+    carry = _checked(space, layer, carry, batch, window, dtype)
     run = _Run(space, layer, tokens, window, carry, add, dtype, grad, scale)
     ends = space.zeros((batch, *layer.state_shape), dtype)
     if space.on_device:
@@ -264,14 +264,14 @@ def _key_heads(layer: Layer, heads: slice) -> list[int]:
     return [head // layer.group for head in range(heads.start, heads.stop)]
 
 
-def _checked(layer: Layer, carry: Carry | None, batch: int, window: int) -> Carry:
+def _checked(space: Space, layer: Layer, carry: Carry | None, batch: int, window: int, dtype: str) -> Carry:
     """Check a carry and give it a ring. None becomes zero states with an empty ring."""
     lead = (batch, layer.heads)
     shapes = (layer.key_dim, layer.value_dim, layer.gate_channels)
     k, v, g = (np.zeros((*lead, 0, size)) for size in shapes)
     empty = Ring(k, v, g, np.zeros((*lead, 0)) if layer.erases else None)
     if carry is None:
-        return Carry(np.zeros((batch, *layer.state_shape)), empty)
+        return Carry(space.zeros((batch, *layer.state_shape), dtype), empty)
     check_instance("carry", carry, Carry)
     check_state(layer, carry.state, batch)
     if not Space(carry.state).on_device:
