@@ -207,11 +207,11 @@ DEVICE void append_inputs(const Arguments& arg, const DraftTile& tile) {
 // weights (see multiply_draft_values). The rows of two drafts are 8 words apart modulo 32, so that loads for all drafts
 // have no bank conflict.
 constexpr int TOKEN_ROWS = (W + 15) / 16 * 16;
-constexpr int DRAFT_WEIGHTS = (RANK_MAX + (CODED ? 15 : 0) + TOKEN_ROWS + 15) / 16 * 16;
+constexpr int DRAFT_WEIGHTS = 16 + TOKEN_ROWS;
 constexpr int DRAFT_COLUMNS = (TILE_HEADS * DRAFT_WEIGHTS + 31) / 32 * 32 + 8;
 
-// Row of the first token among a head's weights. With codes, columns of U fill whole operands.
-DEVICE int first_token_row(int rank) { return CODED ? (rank + 15) / 16 * 16 : rank; }
+// Row of the first token among a head's weights. With codes, columns of U fill a whole operand.
+DEVICE int first_token_row(int rank) { return CODED && rank > 0 ? 16 : rank; }
 
 // Small intermediate results for a group of drafts in shared memory, one DraftScratch per warp.
 // Queries in slices, for residuals (draft/residual.cuh); with SWIZZLED the outputs stay in registers.

@@ -40,22 +40,20 @@ DEVICE void multiply_draft_values(const DraftBuffer& buffer, const TileHeads& he
 #pragma unroll 1
         for (int h = 0; h < TILE_HEADS; h++) {
             const int codes = buffer.sketches_at() + heads.at[h], rank = heads.rank[h];
-#pragma unroll 1
-            for (int first = 0; first < rank; first += 16) {
-                u32 slices[2];
-                load_slices(h, first, (rank + 7) / 8 * 8, slices);
-                const CodedColumn column(min(first + place, rank - 1));
+            if (rank == 0) continue;
+            u32 slices[2];
+            load_slices(h, 0, (rank + 7) / 8 * 8, slices);
+            const CodedColumn column(min(place, rank - 1));
 #pragma unroll
-                for (int channel = 0; channel < V; channel += 32) {
-                    u32 x[4];
-                    load_transposed(x, buffer.value_half, codes + column.share(channel, half));
+            for (int channel = 0; channel < V; channel += 32) {
+                u32 x[4];
+                load_transposed(x, buffer.value_half, codes + column.share(channel, half));
 #pragma unroll
-                    for (int i = 0; i < 2; i++)
-                        if (channel + 16 * i < V)
+                for (int i = 0; i < 2; i++)
+                    if (channel + 16 * i < V)
 #pragma unroll
-                            for (int own = 0; own < TILE_HEADS; own++)
-                                if (own == h) multiply_codes(sums[own][channel / 16 + i], x[i], x[2 + i], slices);
-                }
+                        for (int own = 0; own < TILE_HEADS; own++)
+                            if (own == h) multiply_codes(sums[own][channel / 16 + i], x[i], x[2 + i], slices);
             }
         }
     }
@@ -123,7 +121,7 @@ DEVICE void add_draft_values(const DraftBuffer& buffer, const TileHeads& heads, 
 #else
     auto start = [](int, int) { return 0.f; };
 #endif
-    for (int j = threadIdx.x % 32; j < rank; j += 32) {
+    if (const int j = threadIdx.x % 32; j < rank) {
         const ColumnFactors factors(buffer, heads, 0, j);
 #pragma unroll
         for (int t = 0; t < GROUP; t++) scratch.c[t][j] = factors.of(scratch, 0, t, scratch.c[t][j]);

@@ -67,9 +67,9 @@ DEVICE void project_lanes(const Arguments& arg, const Buffer& buffer, const Tile
 
 // The same on the tensor cores, for bf16 storage. The caller has loaded the map's first and second eight rows, if the
 // map has them.
-DEVICE void project_slices(const Arguments& arg, const TileBuffer& buffer, const TileHeads& heads,
-                           const MapRow& first_rows, const MapRow& second_rows, Scratch& scratch) {
-    const int rank = heads.rank[0], lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
+DEVICE void project_slices(const TileBuffer& buffer, const TileHeads& heads, const MapRow& first_rows,
+                           const MapRow& second_rows, Scratch& scratch) {
+    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     QueryFragment query;
     query.load(scratch.query);
     __syncwarp();  // the results below overwrite the query's slices (a union in Scratch)
@@ -86,14 +86,10 @@ DEVICE void project_slices(const Arguments& arg, const TileBuffer& buffer, const
     auto whole = [](float x) { return x + __shfl_xor_sync(ALL, x, 1); };
     const float sum = whole(c < 2 ? QueryFragment::product(z) : QueryFragment::product(y));
     if (c % 2 == 0) (c == 0 ? scratch.c[0] : scratch.y)[r] = sum;
-#pragma unroll 1
-    for (int first = 8; first < rank; first += 8) {
-        MapRow rows = second_rows;
-        if (first > 8) rows = load_map(arg, buffer, heads, 0, first);
-        float d[4] = {};
+    if (RANK_MAX <= 8 || heads.rank[0] <= 8) return;
+    float d[4] = {};
 #pragma unroll
-        for (int i = 0; i < KEY_CHUNKS; i++) query.multiply(d, rows.of(i), i);
-        const float more = whole(QueryFragment::product(d));
-        if (c == 0) scratch.c[0][first + r] = more;
-    }
+    for (int i = 0; i < KEY_CHUNKS; i++) query.multiply(d, second_rows.of(i), i);
+    const float more = whole(QueryFragment::product(d));
+    if (c == 0) scratch.c[0][8 + r] = more;
 }

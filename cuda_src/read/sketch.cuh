@@ -7,7 +7,7 @@ constexpr int PIVOT_SLOTS = PIVOTS_2 < 2 ? 2 : PIVOTS_2;
 // Room for a head's weights, rounded up to whole operand tiles: the map's coefficients (multiples of 8), or with
 // SWIZZLED all summed rows (multiples of 16; with codes, columns and tokens are rounded up separately).
 constexpr int WEIGHTS = !SWIZZLED ? (RANK_MAX + 7) / 8 * 8
-                        : CODED   ? (RANK_MAX + 15) / 16 * 16 + (W - 1 + 15) / 16 * 16
+                        : CODED   ? 16 + (W - 1 + 15) / 16 * 16
                                   : (RANK_MAX + W - 1 + 15) / 16 * 16;
 
 // Token-by-token path with bf16 storage: products with map and pivots still use the tensor cores. Rows of map and
@@ -152,7 +152,7 @@ DEVICE void solve(const float* with_query, const TokenScalars& gates, const Deca
     if (s == 0) scratch.window_decay[h] = decays.whole;
 }
 
-// Eight rows of a head's map. A full-state head has no map and loads arbitrary valid rows.
+// Eight rows of a head's map, from `first` on (0 or 8). A full-state head has no map and loads arbitrary valid rows.
 template <class Buffer>
 DEVICE MapRow load_map(const Arguments& arg, const Buffer& buffer, const TileHeads& heads, int h, int first) {
     const int rank = heads.rank[h], row = max(min(first + static_cast<int>(threadIdx.x) % 32 / 4, rank - 1), 0);
@@ -317,14 +317,6 @@ DEVICE void project_matrix(const Arguments& arg, const TileBuffer& buffer, const
     auto put = [&](const float (&x)[2], float* to) {
         if (r == 0) *reinterpret_cast<float2*>(to + 2 * c) = make_float2(x[0], x[1]);
     };
-    auto add_lanes = [&](auto& x) {  // sums over r; independent chains
-#pragma unroll
-        for (int bit = 4; bit < 32; bit *= 2)
-#pragma unroll
-            for (auto& pair : x)
-#pragma unroll
-                for (float& y : pair) y += __shfl_xor_sync(ALL, y, bit);
-    };
     float x[TILES][2];
 #pragma unroll
     for (int n = 0; n < TILES; n++)
@@ -333,25 +325,19 @@ DEVICE void project_matrix(const Arguments& arg, const TileBuffer& buffer, const
             : n >= SECOND ? n - SECOND
                           : min((8 * (n - PIVOT) + 2 * c) / PIVOT_SLOTS, TILE_HEADS - 1),
             x[n]);
-    add_lanes(x);
+#pragma unroll
+    for (int bit = 4; bit < 32; bit *= 2)  // sums over r; independent chains
+#pragma unroll
+        for (auto& pair : x)
+#pragma unroll
+            for (float& y : pair) y += __shfl_xor_sync(ALL, y, bit);
 #pragma unroll
     for (int h = 0; h < TILE_HEADS; h++) put(x[h], scratch.c[h]);
 #pragma unroll
     for (int n = 0; n < PIVOT_TILES; n++) put(x[PIVOT + n], &scratch.y[8 * n]);
+    if constexpr (TILES > SECOND) {
 #pragma unroll
-    for (int h = 0; h < TILE_HEADS; h++) {
-        if constexpr (TILES > SECOND)
+        for (int h = 0; h < TILE_HEADS; h++)
             if (heads.rank[h] > 8) put(x[SECOND + h], &scratch.c[h][8]);
-#pragma unroll 1
-        for (int first = 16; first < heads.rank[h]; first += 8) {
-            const MapRow rows = load_map(arg, buffer, heads, h, first);
-            float d[4] = {}, more[1][2];
-#pragma unroll
-            for (int i = 0; i < KEY_CHUNKS; i++)
-                LeftFragment(chunk(lower, i), chunk(upper, i), none).multiply(d, rows.of(i));
-            sum(d, h, more[0]);
-            add_lanes(more);
-            put(more[0], &scratch.c[h][first]);
-        }
     }
 }

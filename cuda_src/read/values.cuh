@@ -216,8 +216,7 @@ DEVICE void read_values(const TileBuffer& buffer, const TileHeads& heads, const 
         multiply_values(buffer, heads, residual, output, scratch);
     } else {
         const Coefficients coefficients(buffer, heads, scratch, 0);
-        for (int j = threadIdx.x % 32; j < heads.rank[0]; j += 32)
-            scratch.c[0][j] = coefficients.of(j, scratch.c[0][j]);
+        if (const int j = threadIdx.x % 32; j < heads.rank[0]) scratch.c[0][j] = coefficients.of(j, scratch.c[0][j]);
 #if RESIDUAL
         residual.store(scratch.outputs);
         auto start = [&](int, int channel) { return scratch.outputs[channel]; };

@@ -215,7 +215,7 @@ DEVICE void read_tiles_in_halves(const TileReader& of, WarpMemory& memory, char*
         MapRow first_rows, second_rows;
         auto load_rows = [&] {
             first_rows = load_map(arg, buffer, own, 0, 0);
-            if (own.rank[0] > 8) second_rows = load_map(arg, buffer, own, 0, 8);
+            if (RANK_MAX > 8 && own.rank[0] > 8) second_rows = load_map(arg, buffer, own, 0, 8);
         };
         if (QUERY_SLICED && MAP != DENSE) load_rows();
         float x[LK];  // channels of the effective query
@@ -226,7 +226,7 @@ DEVICE void read_tiles_in_halves(const TileReader& of, WarpMemory& memory, char*
         __syncwarp();
         if (QUERY_SLICED && MAP == DENSE) load_rows();
         if (next.reads()) fetch_keys(gates, next);
-        if constexpr (QUERY_SLICED) project_slices(arg, buffer, own, first_rows, second_rows, memory.scratch);
+        if constexpr (QUERY_SLICED) project_slices(buffer, own, first_rows, second_rows, memory.scratch);
         else project_lanes<1>(arg, buffer, own, &x, memory.scratch.c, &memory.scratch.y);
         __syncwarp();
         ResidualShare residual;
