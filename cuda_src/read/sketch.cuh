@@ -95,7 +95,6 @@ template <bool CODES> struct RowFragment {
 };
 typedef RowFragment<false> TokenRow;
 typedef RowFragment<CODED && MAP == DENSE> MapRow;
-typedef RowFragment<CODED> PivotRow;
 
 // Left operand from the lane's rows r and r + 8. multiply: d[m][n] += <row m of this, row n of the other fragment>.
 // `none` is 0 at run time, but the compiler does not know this value; with a constant 0, the compiler would move the
