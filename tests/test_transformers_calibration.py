@@ -438,3 +438,16 @@ def test_sums_stay_on_the_models_device(monkeypatch):
         assert np.array_equal(plan.ranks, want[name].ranks)
     # float32 products of two libraries; columns of equal eigenvalues differ, what they retain does not
     assert got.allocation.retained == pytest.approx(want.allocation.retained, abs=1e-3)
+
+
+@pytest.mark.parametrize("method", ["error", "gradient"])
+def test_offloaded_layers(method):
+    """Parameters that accelerate keeps elsewhere: the same plans, and the fingerprint before any work."""
+    accelerate = pytest.importorskip("accelerate")
+    model, settings = make("Qwen3Next"), {"window": WINDOW, "mean_rank": 3, "method": method}
+    want = st.calibrate(model, text(), **settings)
+    offloaded = accelerate.cpu_offload(make("Qwen3Next"), execution_device="cpu")
+    assert next(offloaded.parameters()).is_meta
+    got = st.calibrate(offloaded, text(), **settings)
+    assert got.fingerprint == want.fingerprint
+    assert {name: plan.fingerprint for name, plan in got.items()} == {n: x.fingerprint for n, x in want.items()}

@@ -68,7 +68,8 @@ def calibrate(
     Parameters
     ----------
     model : torch.nn.Module
-        A model of transformers for causal language modelling.
+        A model of transformers for causal language modelling. Layers may be on several devices, and on the host or on
+        disk where accelerate offloads them (``device_map="auto"``).
     text : str, sequence of str, or array of int
         Calibration text. Strings are tokenised and joined, with the tokenizer's end-of-sequence token between them,
         and cut into rows; so is an array of token ids ``(tokens,)``. An array ``(rows, tokens)`` and a sequence of

@@ -46,12 +46,24 @@ def fingerprint(model: torch.nn.Module) -> ModelFingerprint:
 def _digest(layer: str, module: torch.nn.Module) -> str:
     digest = sha256()
     for name, parameter in sorted(module.named_parameters()):
-        if parameter.is_meta:
+        held = _offloaded(module, name) if parameter.is_meta else parameter
+        if held is None:
             raise ValueError(f"model: expected loaded parameters, got {layer}.{name} on the device meta")
-        values = parameter.detach().reshape(-1)
+        values = held.detach().reshape(-1)
         values = values[:: -(-values.numel() // SAMPLES) or 1]
         if values.is_floating_point():
             values = values.to(torch.bfloat16).to(torch.float16).view(torch.int16)
         digest.update(f"{name} {tuple(parameter.shape)}\n".encode())
         digest.update(values.cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _offloaded(module: torch.nn.Module, name: str) -> torch.Tensor | None:
+    """A parameter that accelerate keeps on the host or on disk; None if it does not."""
+    place, _, leaf = name.rpartition(".")
+    hook = getattr(module.get_submodule(place), "_hf_hook", None)
+    for own in (hook, *getattr(hook, "hooks", ())):
+        if getattr(own, "weights_map", None) is not None:
+            tensor: torch.Tensor = own.weights_map[leaf]
+            return tensor
+    return None

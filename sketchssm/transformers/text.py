@@ -66,7 +66,11 @@ def check_ids(model: Any, rows: Sequence[Ids], name: str = "text") -> None:
 
 def run_row(model: Any, row: Ids) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits ``(tokens, vocabulary)`` of a row without a cache, and its token ids on the same device."""
-    ids = torch.from_numpy(row)[None].to(model.get_input_embeddings().weight.device)
+    embeddings = model.get_input_embeddings()
+    device = embeddings.weight.device
+    if device.type == "meta":  # offloaded: accelerate computes elsewhere
+        device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", device)
+    ids = torch.from_numpy(row)[None].to(device)
     logits = model(ids, use_cache=False).logits
     return logits[0], ids[0].to(logits.device)
 
