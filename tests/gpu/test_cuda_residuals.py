@@ -5,15 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from sketchssm.calibrate.traces import Traces
-from sketchssm.layer.recurrence import KINDS
+from sketchssm.calibrate.traces import SHIPPED, Traces
 
 pytestmark = pytest.mark.gpu
 
 FORMS = ("ridge bfloat16 8", "ridge int8 8", "prior int8 8")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHIPPED)
 def test_heads_lose_what_the_equations_lose(kind, cupy):
     """Within 5%: maps are computed from products of two bf16 slices, and codes round where bf16 products fall. The
     kernels on the host differ by up to 0.7% in two forms of gdn.
