@@ -159,15 +159,15 @@ def collect(
     *,
     tokenizer: Any = None,
     length: int | None = None,
-    scores: Sequence[str] = ("ranks", "joint"),
     prompts: Any = None,
     answers: Any = None,
     window: int = 16,
+    rank_max: int | None = None,
+    progress: Callable[[str], None] | None = None,
+    scores: Sequence[str] = ("ranks", "joint"),
     sketch_dtype: str = "int8",
     bits: Sequence[int] = tuple(STEPS),
     method: str | None = None,
-    rank_max: int | None = None,
-    progress: Callable[[str], None] | None = None,
 ) -> Calibration:
     """Collect bases and scores of all recurrent layers of a model, which give plans for any budget.
 
