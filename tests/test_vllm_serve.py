@@ -56,7 +56,7 @@ def folder(tmp_path_factory):
         ("replay", EAGER | PLAIN, 0, 1e-5),
         ("standard", {}, 0, 1e-5),
         ("full", EAGER, 0, 3e-3),
-        ("residual", EAGER, 0, 0.03),
+        ("residual", EAGER, 0, 3e-3),
         ("coarse", EAGER, 0.02, 1),  # what the limits must tell apart
     ],
 )
