@@ -3,6 +3,7 @@ count, also those in functions and under ``TYPE_CHECKING``.
 """
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -144,3 +145,10 @@ def function():
     }
     assert imported(source, "sketchssm.cpu.me", False, known) == want | {"sketchssm.cpu.sibling"}
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {("b", "c")}
+
+
+def test_code_asks_layers_not_kinds():
+    """`Layer.erases` and `Layer.channel_decays` tell kinds apart; only ways into vLLM's layers know them by name."""
+    named = re.compile(r"""kind\s*(==|!=|in|not in)\s*[(\[{]?\s*["'](mamba2|gdn|kda|gla)""")
+    files = [path for name, path in FILES.items() if not name.startswith("sketchssm.vllm")]
+    assert [path.name for path in files if named.search(path.read_text())] == []
