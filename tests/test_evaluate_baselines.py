@@ -5,8 +5,7 @@ import pytest
 from samples import at
 
 from sketchssm.calibrate.plans import Settings
-from sketchssm.calibrate.traces import Traces
-from sketchssm.layer.recurrence import KINDS
+from sketchssm.calibrate.traces import SHIPPED, Traces
 from sketchssm.plans import traffic
 from sketchssm.study.evaluate import Entry, Study, baselines, measure
 
@@ -18,7 +17,7 @@ LISTS = (
 )
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=SHIPPED)
 def traces(request):
     whole = Traces.shipped(request.param)
     return Traces(whole.layer, at(whole.calib, np.s_[:2, :64]), at(whole.test, np.s_[:1, :64]))

@@ -15,7 +15,7 @@ from test_example_lm import LM, tiny
 from tiny_models import cache_argument
 
 import sketchssm as ss
-from sketchssm.layer.recurrence import KINDS
+from sketchssm.calibrate.traces import SHIPPED
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -50,7 +50,7 @@ def tokens(model, rows=2, length=40):
     return torch.randint(model.emb.num_embeddings, (rows, length), generator=generator)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHIPPED)
 def test_logits(kind, lm):
     """Without heads. Float32, three blocks."""
     model = random_model(lm, kind)
@@ -59,7 +59,7 @@ def test_logits(kind, lm):
     assert relative(got, model.head(model(tokens(model)))) < 1e-5
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHIPPED)
 def test_calibration(kind, lm):
     """Ranks and bases are those of the example's own calibration."""
     model = random_model(lm, kind)
@@ -113,7 +113,7 @@ def check_scores(lm, model, ids, plans, window):
     return losses, patched, whole
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHIPPED)
 def test_text_with_heads(kind, lm):
     """Sketches from random bases, which change the loss."""
     model = random_model(lm, kind)
@@ -134,7 +134,7 @@ def folder():
     return path
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=SHIPPED)
 def trained(request, lm, folder):
     """A trained model, its plans from the example's calibration rows, and the folder of tokens."""
     model = lm["model"].HybridLM.load(folder / f"{request.param}.safetensors")

@@ -124,7 +124,7 @@ def bad_steps(layer, tokens):
         wrong[-1, -1] = bad
         yield {"g": wrong}, ValueError, "g: expected log-decays <= 0"
     if beta is None:
-        yield {"beta": np.ones(v.shape[:-1], np.float32)}, ValueError, "beta: mamba2 has no write gate"
+        yield {"beta": np.ones(v.shape[:-1], np.float32)}, ValueError, f"beta: {layer.kind} has no write gate"
     else:
         yield {"beta": None}, ValueError, f"beta: {layer.kind} needs an array"
         for bad in (np.nan, np.inf):
