@@ -33,7 +33,7 @@ struct EncodeMemory {
             uint2 across[K / 4];                // inverse scales of the columns in bf16
         };
     };
-    uint2 basis[BASIS_ROWS][K / 4];                      // as stored, in units of its scale, in bf16; zeros past the rank
+    uint2 basis[BASIS_ROWS][K / 4];                      // as stored, in units of its scale; zeros past the rank
     uint2 more[SKETCH == FP32 ? BASIS_ROWS : 1][K / 4];  // second slices of a float32 basis
     float basis_scale[BASIS_ROWS];                       // units of the basis
     float scale[BASIS_ROWS];                             // the same times the unit of the column of U
@@ -134,7 +134,8 @@ DEVICE void multiply_twice(EncodeMemory& m, const Rows& state, const OmegaGroup&
             mma_bf16(d, a, transpose_8x8(state.of[0][q][h]), transpose_8x8(state.of[1][q][h]));
             x[2 * h] = d[0] + d[2], x[2 * h + 1] = d[1] + d[3];
         }
-        m.parts[warp][lane / 4][4 * q + lane % 4] = make_uint2(floats_to_halves(x[0], x[1]), floats_to_halves(x[2], x[3]));
+        m.parts[warp][lane / 4][4 * q + lane % 4] =
+            make_uint2(floats_to_halves(x[0], x[1]), floats_to_halves(x[2], x[3]));
     }
 }
 
@@ -184,8 +185,8 @@ DEVICE void store_basis(EncodeMemory& m, sketch_t* packed, int g, int rank, cons
 // Orthonormalises the rows through their Gram matrix L D L^T: stores the rows of D^-1/2 L^-1 times them. A row that
 // depends on the rows before it becomes zero. N is at least the rank.
 //
-// Each warp eliminates the same matrix beside the unit matrix: lane j has column j of the Gram matrix, lane N + j column
-// j of the unit matrix, which becomes that of L^-1.
+// Each warp eliminates the same matrix beside the unit matrix: lane j has column j of the Gram matrix, and lane N + j
+// has column j of the unit matrix, which becomes that of L^-1.
 template <int N> DEVICE void store_orthonormal_rows(EncodeMemory& m, sketch_t* packed, int rank) {
     const int lane = encoder_thread() % 32, warp = encoder_thread() / 32;
     float column[N];

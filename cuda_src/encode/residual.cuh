@@ -11,8 +11,8 @@ constexpr u32 BF16_ONES = 0x3f803f80;
 DEVICE float inverse_or_zero(float scale) { return scale < 0x1p-120f ? 0.f : __fdividef(1, scale); }
 
 // state -= factor U B, as stored, with at most GROUPS groups of columns; returns the sum of squares of this lane's part
-// of rows r and r + 8. The left operand of a group has -factor U times the scales in two bf16 slices: columns 0 to 7 the
-// first slices, 8 to 15 the second.
+// of rows r and r + 8. The left operand of a group has -factor U times the scales in two bf16 slices: columns 0 to 7
+// have the first slices, 8 to 15 the second.
 template <int GROUPS, class Rows>
 DEVICE float2 subtract_sketch(const EncodeMemory& m, Rows& state, int rank, float factor) {
     const int lane = encoder_thread() % 32, r = lane / 4, c = lane % 4, row = encoder_thread() / 32 * 16 + r;
@@ -76,8 +76,8 @@ template <int N, int BIT = 16> DEVICE void sum_over_rows(u32 (&x)[N]) {
     }
 }
 
-// The residual of a head with its stored sketch, from rows in bf16 and with sums of squares in bf16: levels and scales
-// are coarser. `codes`: where the residual is stored.
+// Stores at `codes` the residual of a head with its stored sketch. Rows are in bf16, and their squares are summed in
+// bf16 over the rows of a warp: a number at the edge of two levels may get the other code than in float32.
 template <int BITS, class Rows>
 DEVICE void encode_residual(EncodeMemory& m, Rows& state, char* codes, int rank) {
     constexpr float DISTANCE = level_distance(BITS), GAIN = level_gain(BITS), HALF = 1 << (BITS - 1);
@@ -142,8 +142,8 @@ DEVICE void encode_residual(EncodeMemory& m, Rows& state, char* codes, int rank)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 // 128 has a unit of 1 in bf16; NaN becomes the last code
-                const u32 code = smaller_bf16(fma_relu_bf16(state.of[half][q][h], h ? across.y : across.x, middle), last);
-                bits[h] = fma_bf16(code, BF16_ONES, 0x43004300);
+                const u32 level = fma_relu_bf16(state.of[half][q][h], h ? across.y : across.x, middle);
+                bits[h] = fma_bf16(smaller_bf16(level, last), BF16_ONES, 0x43004300);
             }
             block.set(half * ROW_REGISTERS + q, __byte_perm(bits[0], bits[1], 0x6420));
         }

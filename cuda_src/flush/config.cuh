@@ -14,8 +14,8 @@ static_assert(RANK_MAX <= MAX_RANK && MAX_RANK == 16, "U has at most two operand
 constexpr int TOKEN_BLOCKS = (W + 15) / 16, WP = 16 * TOKEN_BLOCKS;  // the window in operand fragments
 constexpr int TRANSFORM_THREADS = 256;  // threads of all transform warps: at most two per channel
 
-// Warps that sketch form groups of GROUP_WARPS. With RAW_KEYS the fold warps sketch, each its own row block. Otherwise a
-// block has the multiprocessor to itself, and one group of extra warps (the sketch warps) sketches a state while the
+// Warps that sketch form groups of GROUP_WARPS. With RAW_KEYS the fold warps sketch, each its own row block. Otherwise
+// a block has the multiprocessor to itself, and one group of extra warps (the sketch warps) sketches a state while the
 // fold warps work on the next state.
 constexpr int GROUP_WARPS = !RAW_KEYS || ROW_BLOCKS % 4 == 0 ? 4 : ROW_BLOCKS % 3 == 0 ? 3 : ROW_BLOCKS;
 static_assert(RAW_KEYS || GROUP_WARPS <= ROW_BLOCKS, "each sketch warp waits for the row blocks that it makes U of");
