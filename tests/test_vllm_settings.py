@@ -232,7 +232,7 @@ def test_documented_memory():
 def test_documented_capacity():
     """Rows of the second table: bytes of a layer and request, and requests of a GiB for each layer."""
     page = (Path(__file__).parents[1] / "docs" / "vllm.md").read_text()
-    for shape in bench.SHAPES:
+    for shape in bench.COMMON:
         state = BlockLayout.behind(0, recipe_of(shape, "lowrank").parts()).state_bytes
         sizes = [state, state // 2]
         for kind in ("float32", "bfloat16"):
