@@ -207,10 +207,10 @@ def baselines(calibrations, family, window=16):
 
 FAMILIES = {
     "exact": lambda layer, tokens, window: exact_systems(layer, window),
-    "quantised": quantised_systems,
+    "quantised": partial(quantised_systems, bits=(10, 8, 6, 4, 3)),
     "pruned": pruned_systems,
     "key-reduced": key_reduced_systems,
-    "copy": partial(read_only_systems, bits=(8, 6, 4, 2), ranks=()),
+    "copy": partial(read_only_systems, bits=(8, 6, 5, 4, 3, 2), ranks=()),
     "low-rank": partial(read_only_systems, bits=(), ranks=(16, 8, 4)),
 }
 """Families of systems to compare: functions of a layer's shape, its calibration tokens and a window."""
