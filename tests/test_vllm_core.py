@@ -12,9 +12,9 @@ torch = pytest.importorskip("torch")
 
 from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens  # noqa: E402
 from sketchssm.reference.recurrence import run  # noqa: E402
-from sketchssm.vllm.batches import KnownTokens, PrefillRows, RowBuffers, split_rows  # noqa: E402
-from sketchssm.vllm.blocks import BlockLayout  # noqa: E402
-from sketchssm.vllm.decoder import LayerDecoder, Recipe  # noqa: E402
+from sketchssm.serving.batches import KnownTokens, PrefillRows, RowBuffers, split_rows  # noqa: E402
+from sketchssm.serving.blocks import BlockLayout  # noqa: E402
+from sketchssm.serving.decoder import LayerDecoder, Recipe  # noqa: E402
 
 WINDOW = 5
 RANKS = np.array([2, FULL_STATE, 3, FULL_STATE])

@@ -11,11 +11,11 @@ torch = pytest.importorskip("torch")
 
 import sketchssm as ss  # noqa: E402
 from sketchssm.layer.slots import SlotPart  # noqa: E402
+from sketchssm.serving import plans  # noqa: E402
+from sketchssm.serving.batches import KnownTokens, RowBuffers, moved_rows, split_rows  # noqa: E402
+from sketchssm.serving.blocks import BlockLayout  # noqa: E402
+from sketchssm.serving.decoder import Recipe  # noqa: E402
 from sketchssm.study import bench  # noqa: E402
-from sketchssm.vllm import plans  # noqa: E402
-from sketchssm.vllm.batches import KnownTokens, RowBuffers, moved_rows, split_rows  # noqa: E402
-from sketchssm.vllm.blocks import BlockLayout  # noqa: E402
-from sketchssm.vllm.decoder import Recipe  # noqa: E402
 from sketchssm.vllm.registry import CLASSES  # noqa: E402
 from sketchssm.vllm.settings import EngineFacts, Settings, check_engine  # noqa: E402
 

@@ -22,7 +22,7 @@ with warnings.catch_warnings():
     from sketchssm.vllm import head_layer, layers, registry, selfcheck
 
 from sketchssm.reference.recurrence import run
-from sketchssm.vllm.decoder import Recipe
+from sketchssm.serving.decoder import Recipe
 from sketchssm.vllm.settings import Settings
 
 BLOCKS, WIDTH, DRAFTS, BLOCK = 9, 4, 3, 8
@@ -156,7 +156,11 @@ class Fixture:
             system, shape, "reference", 16, drafts, None, activation_dtype=None, gate=gate
         )
         self.module = module
-        speculative = SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False) if drafts else None
+        speculative = (
+            SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False, use_eagle_block_drop=lambda: False)
+            if drafts
+            else None
+        )
         config = SimpleNamespace(
             num_speculative_tokens=drafts, speculative_config=speculative, additional_config={},
             cache_config=module.cache_config, mamba_config=module.mamba_config, use_v2_model_runner=False,

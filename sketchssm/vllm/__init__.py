@@ -9,16 +9,13 @@ module         content
 =============  =====================================================================================
 `settings`     settings of the plugin, and engines that it refuses; does not import vLLM
 `registry`     vLLM's classes of layers that may have heads; does not import vLLM
-`blocks`       the parts of a slot behind the state of a block of vLLM's pool, and their size
-`plans`        the plan of a layer of vLLM
-`batches`      rows of a batch that decode, that are prefilled, and that begin a request
-`decoder`      the head of one layer, and its operations for the layer
-`inputs`       from a layer's activations to q, k, v, g and beta; `kernels` is the same on a GPU
 `metadata`     vLLM's metadata builders, with the rows of a batch
 `layers`       vLLM's layers, with heads
 `selfcheck`    checks layers in versions of vLLM that the plugin was not tested with
 `plugin`       registers layers and tells vLLM the size of blocks, when an engine switches the plugin on
 =============  =====================================================================================
+
+What is not vLLM's (rows of a batch, blocks, heads, inputs of layers, plans) is in `sketchssm.serving`.
 
 A head's slots are the blocks of vLLM's pool: a slot's ring, sketch and cursor are behind the state in the same block.
 So there is no table from blocks to slots, and vLLM alone handles joining, leaving, preemption and reuse of blocks.

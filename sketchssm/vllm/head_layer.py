@@ -24,10 +24,10 @@ from vllm.platforms import current_platform
 from sketchssm.arrays.gates import GateInput
 from sketchssm.layer.recurrence import Layer
 from sketchssm.plans.plan import SketchPlan
-from sketchssm.vllm.blocks import BlockLayout
-from sketchssm.vllm.decoder import LayerDecoder, Recipe
+from sketchssm.serving.blocks import BlockLayout
+from sketchssm.serving.decoder import LayerDecoder, Recipe
+from sketchssm.serving.plans import load_plans, plan_of, sharded
 from sketchssm.vllm.metadata import BatchMetadata, with_heads
-from sketchssm.vllm.plans import load_plans, plan_of, sharded
 from sketchssm.vllm.settings import EngineFacts, Settings, check_engine
 
 __all__ = ["HeadLayer", "settings_of", "side_bytes"]

@@ -10,8 +10,8 @@ from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 
 from sketchssm.arrays.gates import GateInput
 from sketchssm.layer.recurrence import Layer
-from sketchssm.vllm import inputs
-from sketchssm.vllm.batches import DecodeRows
+from sketchssm.serving import inputs
+from sketchssm.serving.batches import DecodeRows
 from sketchssm.vllm.head_layer import HeadLayer
 from sketchssm.vllm.metadata import BatchMetadata
 

@@ -11,8 +11,8 @@ import torch
 import vllm
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
+from sketchssm.serving.batches import DecodeRows, KnownTokens, PrefillRows, RowBuffers, Split, moved_rows, split_rows
 from sketchssm.vllm import selfcheck
-from sketchssm.vllm.batches import DecodeRows, KnownTokens, PrefillRows, RowBuffers, Split, moved_rows, split_rows
 from sketchssm.vllm.registry import tested
 
 __all__ = ["BatchMetadata", "with_heads"]

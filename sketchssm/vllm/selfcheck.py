@@ -10,7 +10,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from sketchssm.reference.recurrence import run
-from sketchssm.vllm.inputs import EPSILON
+from sketchssm.serving.inputs import EPSILON
 
 __all__ = ["check", "draw", "recurrence"]
 

@@ -1,4 +1,4 @@
-"""The functions of `sketchssm.vllm.inputs` on a GPU, one launch for each.
+"""The functions of `sketchssm.serving.inputs` on a GPU, one launch for each.
 
 Arrays may have any distance from row to row; each row is contiguous.
 """
@@ -45,7 +45,7 @@ def _row_address(x: torch.Tensor) -> tuple[int, int]:
 def mamba_inputs(
     x: torch.Tensor, dt: torch.Tensor, rate: torch.Tensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `sketchssm.vllm.inputs.mamba_inputs`."""
+    """See `sketchssm.serving.inputs.mamba_inputs`."""
     rows, heads, dim = x.shape
     v = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     g = torch.empty(dt.shape, dtype=torch.float32, device=x.device)
@@ -57,7 +57,7 @@ def mamba_inputs(
 
 
 def add_skip(out: torch.Tensor, x: torch.Tensor, skip: torch.Tensor) -> None:
-    """See `sketchssm.vllm.inputs.add_skip`."""
+    """See `sketchssm.serving.inputs.add_skip`."""
     rows, heads, dim = x.shape
     kernels, stream = _of(heads, dim, x, skip, skip, skip)
     with stream:
@@ -65,7 +65,7 @@ def add_skip(out: torch.Tensor, x: torch.Tensor, skip: torch.Tensor) -> None:
 
 
 def normalised(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `sketchssm.vllm.inputs.normalised`."""
+    """See `sketchssm.serving.inputs.normalised`."""
     rows, heads, dim = q.shape
     units = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
     kernels, stream = _of(heads, dim, q, q, q, q)
@@ -77,7 +77,7 @@ def normalised(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 def delta_inputs(
     a: torch.Tensor, b: torch.Tensor, rate_log: torch.Tensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `sketchssm.vllm.inputs.delta_inputs`."""
+    """See `sketchssm.serving.inputs.delta_inputs`."""
     rows, heads = a.shape
     g, beta = (torch.empty(rows, heads, dtype=torch.float32, device=a.device) for _ in range(2))
     kernels, stream = _of(heads, 32, a, a, rate_log, bias)

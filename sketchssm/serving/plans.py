@@ -1,4 +1,4 @@
-"""The plans of a model, and the plan of each layer of vLLM."""
+"""The plans of a model, and the plan of each layer of an engine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)(?=\.|$)")
 
 
 def plan_of(plans: Mapping[str, SketchPlan], prefix: str) -> SketchPlan:
-    """Find the plan of a layer by vLLM's name of it; ValueError if there is none, or more than one.
+    """Find the plan of a layer by the engine's name of it; ValueError if there is none, or more than one.
 
-    Names of the same layer may differ between transformers and vLLM, such as ``backbone.layers.3.mixer`` and
+    Names of the same layer may differ between transformers and an engine, such as ``backbone.layers.3.mixer`` and
     ``model.layers.3.mixer``. Without a plan of the layer's full name the number behind ``layers.`` decides.
     """
     if prefix in plans:
@@ -34,7 +34,7 @@ def plan_of(plans: Mapping[str, SketchPlan], prefix: str) -> SketchPlan:
 def sharded(plan: SketchPlan, layer: Layer, prefix: str, world: int) -> list[SketchPlan]:
     """Split a plan of the whole layer over the processes of a tensor-parallel group.
 
-    ValueError if a share has another kind or shape than `layer`, vLLM's share of one process.
+    ValueError if a share has another kind or shape than `layer`, the share of one process.
     """
     shares = [plan.shard(rank, world) for rank in range(world)]
     for share in shares:

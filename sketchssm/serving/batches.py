@@ -1,8 +1,8 @@
 """The rows of a batch: rows that decode, that are prefilled, and that begin a request. Decisions are made on the host.
 
-vLLM orders the rows of a batch: requests that decode come first, then continued prefills, then new requests. A row's
+Engines order the rows of a batch: requests that decode come first, then continued prefills, then new requests. A row's
 `length` is the number of its tokens in the batch, `computed` the number of its tokens before. Heads decode the first
-rows of a batch; all others are left to vLLM's own prefill.
+rows of a batch; all others are left to the engine's own prefill.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def split_rows(
 ) -> Split:
     """Split the rows of a batch.
 
-    Without speculative decoding a row of one token decodes, whatever its phase: vLLM may replay the graph of a decode
-    step for a batch of such rows. With it, rows of up to ``1 + drafts`` tokens behind the prompt decode. If all rows
-    have ``1 + drafts`` tokens, all decode, as vLLM replays a graph for them too.
+    Without speculative decoding a row of one token decodes, whatever its phase: an engine may replay the graph of a
+    decode step for a batch of such rows. With it, rows of up to ``1 + drafts`` tokens behind the prompt decode. If all
+    rows have ``1 + drafts`` tokens, all decode, as engines replay a graph for them too.
 
     For each row, `lengths` has its tokens (0 for padding), `computed` the tokens of its request before this step,
     `prefilling` whether tokens of its prompt have not been computed (needed with `drafts`, the most draft tokens of a
@@ -91,7 +91,7 @@ class DecodeRows:
 
 @dataclass(frozen=True)
 class PrefillRows:
-    """Rows that vLLM prefills."""
+    """Rows that the engine prefills."""
 
     slots: torch.Tensor
     continued: torch.Tensor | None = None  # slots of rows that continue a request; other slots may hold anything
@@ -118,7 +118,7 @@ class PrefillRows:
 class KnownTokens:
     """Rows with tokens of the prompt that were decoded like drafts: all of their tokens are kept.
 
-    vLLM counts only sampled tokens, so its counts are wrong for these rows. The correct counts are kept until the
+    Engines count only sampled tokens, so their counts are wrong for these rows. The correct counts are kept until the
     row's next step.
     """
 
@@ -132,7 +132,7 @@ class KnownTokens:
         self._counts[slots.long()] = lengths.to(torch.int32)
 
     def kept(self, accepted: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Correct vLLM's counts of kept tokens of each row's last step, and forget the counts noted for the slots."""
+        """Correct counts of kept tokens of each row's last step, and forget the counts noted for the slots."""
         if self._counts is None:
             return accepted
         index = slots.long()

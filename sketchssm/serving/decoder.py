@@ -1,4 +1,4 @@
-"""The head of one layer, and its operations for a layer of vLLM."""
+"""The head of one layer, and its operations for a layer of an engine."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from sketchssm.heads.standard import ReplayHead, StandardHead
 from sketchssm.layer.recurrence import Layer
 from sketchssm.layer.slots import SlotPart, drafted
 from sketchssm.plans.plan import SketchPlan
-from sketchssm.vllm.batches import DecodeRows, PrefillRows
-from sketchssm.vllm.blocks import BlockLayout, as_memory
+from sketchssm.serving.batches import DecodeRows, PrefillRows
+from sketchssm.serving.blocks import BlockLayout, as_memory
 
 __all__ = ["LayerDecoder", "Recipe"]
 
 NULL_BLOCK = 0
-"""vLLM's block of padding rows."""
+"""The engine's block of padding rows."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""From the activations of vLLM's layers to the inputs of heads, in PyTorch; on a GPU, one kernel each."""
+"""From the activations of an engine's layers to the inputs of heads, in PyTorch; on a GPU, one kernel each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 __all__ = ["add_skip", "delta_inputs", "mamba_inputs", "normalised", "write_gates"]
 
 EPSILON = 1e-6
-"""Added to the squared norms of queries and keys, as in vLLM's kernels."""
+"""Added to the squared norms of queries and keys, as in the engines' kernels."""
 
 
 def mamba_inputs(
@@ -20,7 +20,7 @@ def mamba_inputs(
     bias ``(heads,)`` give v of x's type and g in float32.
     """
     if x.is_cuda:
-        from sketchssm.vllm import kernels
+        from sketchssm.serving import kernels
 
         return kernels.mamba_inputs(x, dt, rate, bias)
     step = F.softplus(dt.float() + bias.float())
@@ -30,7 +30,7 @@ def mamba_inputs(
 def add_skip(out: torch.Tensor, x: torch.Tensor, skip: torch.Tensor) -> None:
     """Add ``skip x``, with the layer's D, to the outputs ``(tokens, heads, V)`` of mamba2, in place."""
     if x.is_cuda:
-        from sketchssm.vllm import kernels
+        from sketchssm.serving import kernels
 
         kernels.add_skip(out, x, skip)
         return
@@ -40,7 +40,7 @@ def add_skip(out: torch.Tensor, x: torch.Tensor, skip: torch.Tensor) -> None:
 def normalised(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys ``(tokens, heads, K)`` of norm one, queries divided by the root of K."""
     if q.is_cuda:
-        from sketchssm.vllm import kernels
+        from sketchssm.serving import kernels
 
         return kernels.normalised(q, k)
     wide = (x.float() for x in (q, k))
@@ -56,7 +56,7 @@ def delta_inputs(
     Raw gates `a, b (tokens, heads)`, the layer's A_log and dt_bias ``(heads,)``; results are in float32.
     """
     if a.is_cuda:
-        from sketchssm.vllm import kernels
+        from sketchssm.serving import kernels
 
         return kernels.delta_inputs(a, b, rate_log, bias)
     return -rate_log.float().exp() * F.softplus(a.float() + bias.float()), b.float().sigmoid()

@@ -1,0 +1,12 @@
+"""What a plugin for any serving engine needs, in PyTorch: no module imports an engine.
+
+===========  ====================================================================================
+module       content
+===========  ====================================================================================
+`batches`    rows of a batch that decode, that are prefilled, and that begin a request
+`blocks`     the parts of a slot behind the state of a block of the engine's pool, and their size
+`decoder`    the head of one layer, and its operations for the layer
+`inputs`     from a layer's activations to q, k, v, g and beta; `kernels` is the same on a GPU
+`plans`      the plans of a model, and the plan of a layer by the engine's name of it
+===========  ====================================================================================
+"""
