@@ -11,6 +11,7 @@ from test_cli import invoke
 from test_traces import write_traces
 
 from sketchssm.calibrate.allocation import allocate_ranks
+from sketchssm.calibrate.joint import allocate_joint
 from sketchssm.calibrate.plans import calibrate
 from sketchssm.calibrate.traces import Traces
 from sketchssm.heads.sketch import SketchHead
@@ -19,12 +20,14 @@ from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference.recurrence import run
 from sketchssm.study.planning import Candidate, StepTimes, autoplan, candidates
 from sketchssm.study.planning.report import frontier_table
-from sketchssm.study.planning.search import PlanPoint, frontier
+from sketchssm.study.planning.search import PlanPoint, budget_name, frontier
 
 WINDOW = 8
-TRIED = candidates(("ridge", "offline"), ("bfloat16",), (WINDOW, 2 * WINDOW))
-RANKS = (1, 2, 4)
-SETTINGS = {"candidates": TRIED, "mean_ranks": RANKS, "backend": "reference"}
+JOINT = Candidate("subspace", "int8", WINDOW, residual_bits=(3, 1))
+TRIED = [*candidates(("ridge", "offline"), ("bfloat16",), (WINDOW, 2 * WINDOW)), JOINT]
+RANKS, REDUCTIONS = (1, 2, 4), (2.5, 3.5)
+SETTINGS = {"candidates": TRIED, "mean_ranks": RANKS, "reductions": (*REDUCTIONS, 99), "backend": "reference"}
+BUDGETS = [(c, budget) for c in TRIED for budget in (REDUCTIONS if c is JOINT else RANKS)]
 
 
 @pytest.fixture(scope="module")
@@ -57,17 +60,23 @@ def test_frontier(pairs):
         )
 
 
-@pytest.mark.parametrize("place", [4, 7])  # of `ridge` and of `offline`, which costs less
+@pytest.mark.parametrize("place", [4, 7, 12, 13])  # of `ridge`, of `offline`, which costs less, and with residuals
 def test_points_are_measured(layers, search, place):
     """Plans are those of one allocation over both layers, and errors those of the float64 recurrence."""
-    assert [(p.candidate, p.mean_rank) for p in search.points] == [(c, r) for c in TRIED for r in RANKS]
+    assert [(p.candidate, p.budget) for p in search.points] == BUDGETS
     assert not search.graded
     found = search.points[place]
     calibrated = [calibrate(traces, found.candidate.window) for traces in layers]
-    allocation = allocate_ranks([own.scores for own in calibrated], found.mean_rank, map=found.candidate.map)
+    if found.candidate is JOINT:
+        allocation = allocate_joint([own.joint((1, 3)) for own in calibrated], found.budget)
+        tables = zip(allocation.ranks, allocation.residual_bits, strict=True)
+        forms = [{"ranks": x, "residual_bits": bits, "sketch_dtype": "int8"} for x, bits in tables]
+    else:
+        allocation = allocate_ranks([own.scores for own in calibrated], found.budget, map=found.candidate.map)
+        forms = [{"ranks": x} for x in allocation.ranks]
     shares = []
-    for traces, own, ranks, plan in zip(layers, calibrated, allocation.ranks, found.plans, strict=True):
-        want = SketchPlan(own.basis, ranks, map=found.candidate.map)
+    for traces, own, form, plan in zip(layers, calibrated, forms, found.plans, strict=True):
+        want = SketchPlan(own.basis, map=found.candidate.map, **form)
         assert plan.fingerprint == want.fingerprint
         tokens = traces.score_part()[0]
         exact = run(traces.layer, *tokens)[0]
@@ -89,9 +98,9 @@ def test_errors_weighted_by_gradients(layers):
 
 def test_traffic_counts_the_ring(search):
     """A longer window flushes less often but reads more of its ring."""
-    by_window = {p.candidate.window: p.traffic for p in search.points if p.mean_rank == 2}
+    by_window = {p.candidate.window: p.traffic for p in search.points if p.budget == 2}
     assert set(by_window) == {WINDOW, 2 * WINDOW}
-    reductions = {p.candidate.window: p.plans[0].reduction for p in search.points if p.mean_rank == 2}
+    reductions = {p.candidate.window: p.plans[0].reduction for p in search.points if p.budget == 2}
     gain = reductions[2 * WINDOW] / reductions[WINDOW]
     assert by_window[WINDOW] / by_window[2 * WINDOW] < gain  # the byte model of plans leaves the ring out
 
@@ -116,7 +125,7 @@ def test_largest_ranks(layers):
     """A limit gives the best ranks up to it. Where it excludes nothing there is no second point."""
     tried = candidates(("ridge",), ("bfloat16",), (WINDOW,), (None, 3, 2))
     found = autoplan(layers, error=10.0, **(SETTINGS | {"candidates": tried})).points
-    by_limit = {c.rank_max: {p.mean_rank: p for p in found if p.candidate == c} for c in tried}
+    by_limit = {c.rank_max: {p.budget: p for p in found if p.candidate == c} for c in tried}
     free = by_limit[None]
     assert list(free) == list(RANKS)
     assert max(plan.ranks.max() for plan in free[4].plans) > 3
@@ -156,7 +165,7 @@ def test_target_seconds(layers, search):
 
     found = autoplan(layers, seconds=40.0, time_of=time_of, **SETTINGS)
     best = [p for c in TRIED for p in frontier(p for p in search.points if p.candidate == c)]
-    assert [(p.candidate, p.mean_rank) for p in found.points] == [(p.candidate, p.mean_rank) for p in best]
+    assert [(p.candidate, p.budget) for p in found.points] == [(p.candidate, p.budget) for p in best]
     assert len(timed) == len(best)
     assert all(p.cost == p.seconds for p in found.points)
     assert found.chosen.error == min(p.error for p in found.points if p.seconds <= 40.0)
@@ -194,6 +203,11 @@ def test_target_loss(layers, search, place):
         ({"error": 1e-9}, r"error: expected a target within reach, got 1e-09; the least is .*mean rank"),
         ({"loss": 1.0, "loss_of": lambda plans: 2.0}, "loss: expected a target within reach, got 1; the least is 2"),
         ({"error": 1.0, "mean_ranks": (99,)}, "mean_ranks: expected at least one from 1 to 8"),
+        (
+            {"error": 1.0, "candidates": [JOINT], "reductions": (99,)},
+            r"reductions: expected at least one up to 4\.752 \(rank 1, 1-bit residuals\), got \(99,\)",
+        ),
+        ({"error": 1.0, "reductions": (0,)}, "reductions: expected finite numbers above 0, got 0"),
         ({"error": 1.0, "candidates": []}, "candidates: expected at least one, got none"),
     ],
 )
@@ -210,8 +224,15 @@ def test_candidates():
     assert {(c.sketch_dtype, c.window) for c in listed} == {(f, w) for f in ("bfloat16", "int8") for w in (16, 32)}
     with pytest.raises(ValueError, match=r"^maps: expected at least one, got none"):
         candidates(maps=())
+    assert {c.residual_bits for c in listed if c.map.name == "subspace"} == {(1, 2, 3)}
+    assert not any(c.residual_bits for c in listed if c.map.name != "subspace")
+    assert str(JOINT) == "subspace, int8, window 8, residuals of 1/3 bits"
     with pytest.raises(ValueError, match="sketch_dtype: expected one of"):
         candidates(sketch_dtypes=("int7",))
+    with pytest.raises(ValueError, match="residual_bits: expected numbers from 1 to 3, got 0"):
+        Candidate("subspace", residual_bits=(0, 1))
+    with pytest.raises(ValueError, match="map: expected 'subspace' with residuals, got 'ridge'"):
+        Candidate("ridge", residual_bits=(2,))
 
 
 def test_layers_of_two_sizes(tmp_path):
@@ -222,6 +243,9 @@ def test_layers_of_two_sizes(tmp_path):
     found = autoplan(traces, error=10.0, candidates=tried, mean_ranks=(16,), backend="reference")
     assert [layer.calibrated(tried[0])[1].rank_max for layer in found.layers] == [16, 24]
     assert all(plan.ranks.max() <= min(n, 24) for n, plan in zip(sizes, found.plans, strict=True))
+    tried = [replace(JOINT, rank_max=2)]
+    found = autoplan(traces, error=10.0, candidates=tried, reductions=(2.5,), backend="reference")
+    assert max(plan.ranks.max() for plan in found.plans) <= 2
 
 
 def test_table(search):
@@ -229,7 +253,7 @@ def test_table(search):
     table = frontier_table(search)
     assert [row[0] for row in table.rows] == ["->" if p is search.chosen else "" for p in search.frontier]
     assert [row[4:] for row in table.rows] == [
-        [f"{p.mean_rank:g}", str(max(plan.ranks.max() for plan in p.plans)), f"{p.traffic:.3f}", f"{p.error:.4f}"]
+        [budget_name(p.candidate, p.budget), str(max(plan.ranks.max() for plan in p.plans)), f"{p.traffic:.3f}", f"{p.error:.4f}"]
         for p in search.frontier
     ]
     bases = [layer.calibrated(search.chosen.candidate)[0] for layer in search.layers]
@@ -240,6 +264,16 @@ def test_table(search):
     table = frontier_table(timed, standard=6e-6)
     assert [row[-2:] for row in table.rows] == [["2.0", "3.00x"]] * len(timed.frontier)
     assert {len(row) for row in table.rows} == {len(table.columns)}
+
+
+def test_step_times_of_other_bits(search, monkeypatch):
+    """Plans that differ only in which head has which bits are timed apart."""
+    asked, times = [], StepTimes("cpu", 2, seconds=0.001)
+    monkeypatch.setattr(times, "_time", lambda name, system, plan: asked.append(name) or 0.0)
+    basis = search.layers[0].calibrated(JOINT)[0]
+    for bits in ([1, 3, 1, 1], [1, 1, 3, 1]):
+        times([SketchPlan(basis, [2] * 4, map="subspace", residual_bits=bits)])
+    assert len(set(asked)) == 2
 
 
 def test_step_times(search):
@@ -276,6 +310,11 @@ def test_command(tmp_path):
     report = json.loads((tmp_path / "out.json").read_text())
     assert {p["rank_max"] for p in report["points"]} == {2, 1}
     assert all(SketchPlan.load(path).ranks.max() <= 2 for path in report["plans"])
+    joint = [*settings[2:], "--maps", "subspace", "--sketch-dtypes", "int8", "--reductions", "2,2.5"]
+    invoke("plan", *paths, *joint, "--error", "10", "--json", tmp_path / "out.json")
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert [(p["budget"], p["residual_bits"]) for p in report["points"]] == [(2, [1, 2, 3]), (2.5, [1, 2, 3])]
+    assert any(SketchPlan.load(path).residual_bits.any() for path in report["plans"])
     beyond = invoke("plan", *paths, *settings, "--error", 1e-9, code=2)
     assert "Frontier of 4 points" in beyond.output and "nearest plans (none meet the target)" in beyond.output
     assert "error: expected a target within reach, got 1e-09; the least is" in beyond.stderr

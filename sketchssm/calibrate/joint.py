@@ -33,7 +33,7 @@ from sketchssm.plans import traffic
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["MAP", "RANKS", "JointScores", "allocate_joint", "some_bits"]
+__all__ = ["MAP", "RANKS", "JointScores", "allocate_joint", "some_bits", "some_of"]
 
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Ranks that are scored by default, as far as a basis has them."""
@@ -109,8 +109,8 @@ class JointScores(Accumulator):
         self.window = check_window(basis.window if window is None else window)
         most = min(basis.rank_max, self.layer.key_dim, self.layer.value_dim)
         known = [rank for rank in RANKS if rank <= most]
-        self.ranks = _distinct("ranks", known if ranks is None else ranks, range(1, most + 1))
-        self.bits = _distinct("bits", bits, STEPS)
+        self.ranks = some_of("ranks", known if ranks is None else ranks, range(1, most + 1))
+        self.bits = some_of("bits", bits, STEPS)
         self.sketch_dtype = SketchFormat.of(sketch_dtype).name
         self.every = check_size("every", every)
         self.graded: bool | None = None
@@ -232,7 +232,7 @@ class JointScores(Accumulator):
 
 def some_bits(scores: JointScores, bits: Sequence[int], graded: bool = True) -> JointScores:
     """Scores of some of the bits, with or without their gradients."""
-    chosen = _distinct("bits", bits, scores.bits)
+    chosen = some_of("bits", bits, scores.bits)
     part = JointScores.__new__(JointScores)
     part.__dict__.update(scores.__dict__)
     part.bits, part.graded = chosen, scores.graded and graded
@@ -369,7 +369,7 @@ def _nearest(values: Sequence[int], wanted: int) -> int:
     return int(np.abs(np.array(values) - wanted).argmin())
 
 
-def _distinct(name: str, given: Any, known: Any) -> tuple[int, ...]:
+def some_of(name: str, given: Any, known: Any) -> tuple[int, ...]:
     """Rising values of an argument, all of them known."""
     values = check_items(name, given, "integers")
     for value in values:

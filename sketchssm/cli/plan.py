@@ -50,7 +50,7 @@ def _needs_traces(context: click.Context, param: click.Parameter, value: str | N
     "--maps",
     type=Commas("map,map,...", _map),
     help="Coefficient maps, with their ridge after a colon if it is not the default: ridge:0.01,offline.  "
-    "[default: ridge,ridge:0.01,lowrank,prior,offline]",
+    "[default: ridge,ridge:0.01,lowrank,prior,offline,subspace]; subspace has residuals of 1 to 3 bits.",
 )
 @click.option(
     "--sketch-dtypes",
@@ -58,7 +58,13 @@ def _needs_traces(context: click.Context, param: click.Parameter, value: str | N
     default="bfloat16,int8",
 )
 @click.option("--windows", type=NUMBERS, default="16,32", help="Tokens from one flush to the next.")
-@click.option("--mean-ranks", type=NUMBERS, default="2,3,4,6,8,10,12,16")
+@click.option("--mean-ranks", type=NUMBERS, default="2,3,4,6,8,10,12,16", help="Budgets without residuals.")
+@click.option(
+    "--reductions",
+    type=Commas("x,x,...", float),
+    default="7,8,9,10,12,14,16",
+    help="Budgets with residuals: times less state traffic.",
+)
 @click.option(
     "--rank-max",
     type=NUMBERS,
@@ -84,6 +90,7 @@ def command(
     sketch_dtypes: tuple[str, ...],
     windows: tuple[int, ...],
     mean_ranks: tuple[int, ...],
+    reductions: tuple[float, ...],
     rank_max: tuple[int, ...] | None,
     time_on: str | None,
     batch: int,
@@ -91,7 +98,7 @@ def command(
     plots: Path | None,
     json_file: str | None,
 ) -> None:
-    """Choose map, format, window and ranks for TRACES, one npz file per layer, by measurement.
+    """Choose map, format, window, ranks and residuals for TRACES, one npz file per layer, by measurement.
 
     Exactly one of --error, --traffic and --microseconds is the target.
     """
@@ -129,7 +136,8 @@ def command(
     times = None if time_on is None else StepTimes(time_on, batch)
     unmet = None
     try:
-        with output.progress("planning", len(tried) * len(mean_ranks)) as step:
+        steps = sum(len(reductions if each.residual_bits else mean_ranks) for each in tried)
+        with output.progress("planning", steps) as step:
             found = autoplan(
                 layers,
                 error=error,
@@ -137,6 +145,7 @@ def command(
                 seconds=None if microseconds is None else 1e-6 * microseconds,
                 candidates=tried,
                 mean_ranks=mean_ranks,
+                reductions=reductions,
                 time_of=times,
                 backend=backend,
                 progress=step,

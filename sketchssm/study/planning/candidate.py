@@ -6,10 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from sketchssm.calibrate.joint import MAP, some_of
 from sketchssm.layer.checks import check_items, check_size
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import check_window
+from sketchssm.layer.residual import STEPS
 
 __all__ = ["Candidate", "candidates"]
 
@@ -19,6 +21,7 @@ MAPS = (
     CoefficientMap("lowrank"),
     CoefficientMap("prior"),
     CoefficientMap("offline"),
+    CoefficientMap(MAP),
 )
 SKETCH_DTYPES = ("bfloat16", "int8")
 WINDOWS = (16, 32)
@@ -39,17 +42,21 @@ class Candidate:
     rank_max : int, optional
         Largest rank of a head, in layers with larger K and V. A head that needs more reads its full state. Default:
         16, the most that backend "cuda" takes.
+    residual_bits : sequence of {1, 2, 3}, default ()
+        Bits that a head's residual may have. Each head then gets a rank and one of these, see `allocate_joint`. None:
+        heads have no residuals.
 
     Raises
     ------
     ValueError
-        If a setting is unknown or out of range.
+        If a setting is unknown or out of range, or residuals are asked of another map than "subspace".
     """
 
     map: CoefficientMap
     sketch_dtype: str = "bfloat16"
     window: int = 16
     rank_max: int | None = None
+    residual_bits: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "map", CoefficientMap.of(self.map))
@@ -57,11 +64,16 @@ class Candidate:
         object.__setattr__(self, "window", check_window(self.window))
         if self.rank_max is not None:
             object.__setattr__(self, "rank_max", check_size("rank_max", self.rank_max))
+        bits = check_items("residual_bits", self.residual_bits, "integers")
+        object.__setattr__(self, "residual_bits", some_of("residual_bits", bits, STEPS) if bits else ())
+        if self.residual_bits and self.map.name != MAP:
+            raise ValueError(f"map: expected {MAP!r} with residuals, got {self.map.name!r}")
 
     def __str__(self) -> str:
         """All settings: ``ridge(ridge=0.001), int8, window 16, ranks to 24``."""
         ranks = "" if self.rank_max is None else f", ranks to {self.rank_max}"
-        return f"{self.map}, {self.sketch_dtype}, window {self.window}{ranks}"
+        bits = f", residuals of {'/'.join(map(str, self.residual_bits))} bits" if self.residual_bits else ""
+        return f"{self.map}, {self.sketch_dtype}, window {self.window}{ranks}{bits}"
 
 
 def candidates(
@@ -76,7 +88,7 @@ def candidates(
     ----------
     maps : iterable of CoefficientMap or str
         Coefficient maps; a name stands for the map with its default parameters. Default: `ridge` with 0.001 and 0.01,
-        `lowrank`, `prior` and `offline`.
+        `lowrank`, `prior`, `offline` and `subspace`. The last one has residuals of 1 to 3 bits.
     sketch_dtypes : sequence of str, default ("bfloat16", "int8")
         Formats.
     windows : sequence of int, default (16, 32)
@@ -102,4 +114,5 @@ def candidates(
     for name, values in given.items():
         if not values:
             raise ValueError(f"{name}: expected at least one, got none")
-    return [Candidate(*settings) for settings in product(*given.values())]
+    bits = {MAP: tuple(STEPS)}
+    return [Candidate(*settings, bits.get(settings[0].name, ())) for settings in product(*given.values())]

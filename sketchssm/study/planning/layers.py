@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.arrays.interop import to_host
+from sketchssm.calibrate.joint import RANKS, JointScores
 from sketchssm.calibrate.plans import Calibrated, calibrate
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.calibrate.traces import Traces, named_errors
@@ -37,6 +38,7 @@ class TracedLayer:
         self._backend = backend
         self._scored, self._grad = traces.score_part()
         self._calibrated: dict[tuple[int, int], Calibrated] = {}
+        self._joint: dict[Candidate, JointScores] = {}
         self.graded = self._grad is not None
         self.rank_limit = min(self.layer.key_dim, self.layer.value_dim)
 
@@ -49,6 +51,19 @@ class TracedLayer:
                 self._calibrated[window, columns] = calibrate(self.traces, window, columns)
         found = self._calibrated[window, columns]
         return found.basis, found.scores
+
+    def joint(self, candidate: Candidate) -> JointScores:
+        """Return the scores of ranks with the residuals of a candidate."""
+        if candidate not in self._joint:
+            basis, _ = self.calibrated(candidate)
+            most = min(candidate.rank_max or MAX_RANK, basis.rank_max)
+            ranks = [rank for rank in RANKS if rank <= most]
+            form = candidate.sketch_dtype
+            scores = JointScores(basis, ranks=ranks, bits=candidate.residual_bits, sketch_dtype=form)
+            with named_errors(self.traces):
+                scores.update(*self._scored, grad=self._grad)
+            self._joint[candidate] = scores
+        return self._joint[candidate]
 
     def error(self, plan: SketchPlan, graded: bool) -> Energies:
         """Decode the scored sequences with a plan: energies ``(2, heads)`` of errors against float64 and of outputs.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sketchssm.study.planning.search import PlanPoint, PlanSearch
+from sketchssm.study.planning.search import PlanPoint, PlanSearch, budget_name
 from sketchssm.study.tables import Table
 
 __all__ = ["describe", "frontier_table"]
@@ -23,12 +23,12 @@ def frontier_table(found: PlanSearch, standard: float | None = None, met: bool =
         arrow = "->" if point is found.chosen else ""
         cells = [arrow, str(own.map), own.sketch_dtype, str(own.window)]
         most = max(int(plan.ranks.max()) for plan in point.plans)
-        cells += [f"{point.mean_rank:g}", str(most) if most > 0 else "-", f"{point.traffic:.3f}", f"{point.error:.4f}"]
+        cells += [budget_name(own, point.budget), str(most) if most > 0 else "-", f"{point.traffic:.3f}", f"{point.error:.4f}"]
         if standard is not None and point.seconds is not None:
             cells += [f"{1e6 * point.seconds:.1f}", f"{standard / point.seconds:.2f}x"]
         return cells
 
-    columns = ["", "map", "format", "window", "mean rank", "largest", "traffic", "error"]
+    columns = ["", "map", "format", "window", "budget", "largest", "traffic", "error"]
     columns += [] if standard is None else ["step, us", "speed-up"]
     weighted = "weighted by gradients, " if found.graded else ""
     title = f"Frontier of {len(found.points)} points (error of the outputs, {weighted}held-out calibration text)"
@@ -41,7 +41,7 @@ def describe(found: PlanSearch, files: list[Path], standard: float | None = None
     """Describe all points as JSON holds them, with the files of the chosen plans."""
 
     def plain(point: PlanPoint) -> dict[str, Any]:
-        measured = {name: getattr(point, name) for name in ("mean_rank", "traffic", "error", "seconds")}
+        measured = {name: getattr(point, name) for name in ("budget", "traffic", "error", "seconds")}
         return vars(point.candidate) | {"map": str(point.candidate.map)} | measured
 
     return {

@@ -1,4 +1,4 @@
-"""The search: plans of every candidate at several mean ranks, their errors and costs, and the choice."""
+"""The search: plans of every candidate with several budgets, their errors and costs, and the choice."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sketchssm.calibrate.plans import plan_layers
+from sketchssm.calibrate.plans import joint_plans, plan_layers, reduction_of
 from sketchssm.calibrate.traces import Traces
 from sketchssm.layer.checks import check_items, check_number
 from sketchssm.layer.recurrence import check_instance
@@ -21,6 +21,7 @@ from sketchssm.study.systems import exact_systems, sketch_system
 __all__ = ["PlanPoint", "PlanSearch", "UnmetTargetError", "autoplan"]
 
 MEAN_RANKS = (2, 3, 4, 6, 8, 10, 12, 16)
+REDUCTIONS = (7, 8, 9, 10, 12, 14, 16)
 
 Measure = Callable[[Sequence[SketchPlan]], float]
 
@@ -33,8 +34,8 @@ class PlanPoint:
     ----------
     candidate : Candidate
         Settings that all layers share.
-    mean_rank : float
-        Budget of the ranks, see `allocate_ranks`.
+    budget : float
+        Mean rank, see `allocate_ranks`; with residuals the traffic reduction, see `allocate_joint`.
     plans : tuple of SketchPlan
         A plan for each layer.
     error : float
@@ -50,7 +51,7 @@ class PlanPoint:
     """
 
     candidate: Candidate
-    mean_rank: float
+    budget: float
     plans: tuple[SketchPlan, ...]
     error: float
     traffic: float
@@ -61,6 +62,10 @@ class PlanPoint:
     def cost(self) -> float:
         """The measured time if there is one, else the traffic."""
         return self.traffic if self.seconds is None else self.seconds
+
+    def __str__(self) -> str:
+        """Settings and budget."""
+        return f"{self.candidate}, {budget_name(self.candidate, self.budget)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,14 +134,15 @@ def autoplan(
     loss: float | None = None,
     candidates: Iterable[Candidate] | None = None,
     mean_ranks: Sequence[float] = MEAN_RANKS,
+    reductions: Sequence[float] = REDUCTIONS,
     time_of: Measure | None = None,
     loss_of: Measure | None = None,
     backend: str = "auto",
     progress: Callable[[str], None] = lambda label: None,
 ) -> PlanSearch:
-    """Choose map, format, window and ranks for all layers of a model together, by measurement.
+    """Choose map, format, window, ranks and residuals for all layers of a model together, by measurement.
 
-    Every candidate is planned at every mean rank. Its plans decode the sequences that ranks were scored on, and the
+    Every candidate is planned at every mean rank, with residuals at every reduction. Its plans decode the sequences that ranks were scored on, and the
     outputs are compared with float64.
 
     ===============  ================================================================  =====================
@@ -158,7 +164,10 @@ def autoplan(
     candidates : iterable of Candidate, optional
         Settings to try; default `sketchssm.study.planning.candidates()`.
     mean_ranks : sequence of float, default (2, 3, 4, 6, 8, 10, 12, 16)
-        Budgets to try; those beyond K or V of a layer are left out.
+        Budgets to try without residuals; those beyond K or V of a layer are left out.
+    reductions : sequence of float, default (7, 8, 9, 10, 12, 14, 16)
+        Budgets to try with residuals: times less state traffic than standard decode. Those that are beyond the lowest
+        rank with the fewest bits are left out.
     time_of : callable, optional
         Measures the seconds of a step of all layers from their plans, for example `StepTimes`. It is called for
         points that no point of the same settings beats in both bytes and error.
@@ -178,7 +187,7 @@ def autoplan(
     Raises
     ------
     ValueError
-        If there are no layers, a candidate's `rank_max` is out of range, the errors of a candidate can't be
+        If there are no layers, a candidate's `rank_max` is out of range or none of its budgets fits, the errors of a candidate can't be
         measured, not exactly one target is given, a target lacks its measurement, or no point meets the target. The
         latter is an `UnmetTargetError`, whose attribute `found` is the search with the nearest point.
     """
@@ -192,28 +201,28 @@ def autoplan(
         raise ValueError("layers: expected at least one, got none")
     for traces in layers:
         check_instance("layers", traces, Traces)
+    reductions = check_items("reductions", reductions, "numbers")
+    for each in reductions:
+        check_number("reductions", each, "finite numbers above 0", lambda number: 0 < number < np.inf)
     known = [TracedLayer(traces, backend) for traces in layers]
     graded = all(layer.graded for layer in known)
     tried = _tried(known, candidates)
-    limit = min(layer.rank_limit for layer in known)
-    ranks = [rank for rank in mean_ranks if rank <= limit]
-    if not ranks:
-        raise ValueError(f"mean_ranks: expected at least one from 1 to {limit} (K and V bound it), got {mean_ranks!r}")
+    budgets = _budgets(known, tried, mean_ranks, reductions)
     points, found = [], set()
-    for candidate in tried:
+    for candidate, some in zip(tried, budgets, strict=True):
         own = []
-        for rank in ranks:
-            progress(f"{candidate}, mean rank {rank:g}")
-            plans = _plans(known, candidate, rank)
-            same = rank, *(plan.fingerprint for plan in plans)
+        for budget in some:
+            progress(f"{candidate}, {budget_name(candidate, budget)}")
+            plans = _plans(known, candidate, budget)
+            same = budget, *(plan.fingerprint for plan in plans)
             if same not in found:  # with another largest rank
                 found.add(same)
-                own.append(_point(known, candidate, rank, plans, graded))
+                own.append(_point(known, candidate, budget, plans, graded))
         points += own if time_of is None else [replace(p, seconds=time_of(p.plans)) for p in frontier(own)]
     points, chosen = _choose(points, target, loss_of, progress)
     result, (name, bound) = PlanSearch(points, chosen, graded, known), target
     if (reached := float(getattr(chosen, name))) > bound:
-        least = f"the least is {reached:g} ({chosen.candidate}, mean rank {chosen.mean_rank:g})"
+        least = f"the least is {reached:g} ({chosen})"
         raise UnmetTargetError(f"{name}: expected a target within reach, got {bound:g}; {least}", result)
     return result
 
@@ -263,13 +272,40 @@ def _tried(layers: Sequence[TracedLayer], given: Iterable[Candidate] | None) -> 
     return tried
 
 
-def _plans(layers: Sequence[TracedLayer], candidate: Candidate, mean_rank: float) -> tuple[SketchPlan, ...]:
+def budget_name(candidate: Candidate, budget: float) -> str:
+    """Name a budget: ``mean rank 8`` or, with residuals, ``9x less traffic``."""
+    return f"{budget:g}x less traffic" if candidate.residual_bits else f"mean rank {budget:g}"
+
+
+def _budgets(
+    layers: Sequence[TracedLayer], tried: Sequence[Candidate], mean_ranks: Sequence[float], reductions: Sequence[float]
+) -> list[list[float]]:
+    """Those of the budgets that are possible for each candidate."""
+    most, shapes, found, bounds = min(layer.rank_limit for layer in layers), [layer.layer for layer in layers], [], {}
+    for each in tried:
+        if not each.residual_bits:
+            bounds["mean_ranks"] = f"from 1 to {most} (K and V bound it), got {mean_ranks!r}"
+            found.append([rank for rank in mean_ranks if rank <= most])
+            continue
+        bits = min(each.residual_bits)
+        limit = reduction_of(shapes, each.window, 1, each.sketch_dtype, bits)
+        bounds["reductions"] = f"up to {limit:.4g} (rank 1, {bits}-bit residuals), got {reductions!r}"
+        found.append([reduction for reduction in reductions if reduction <= limit])
+    if not any(found):
+        name, bound = next(iter(bounds.items()))
+        raise ValueError(f"{name}: expected at least one {bound}")
+    return found
+
+
+def _plans(layers: Sequence[TracedLayer], candidate: Candidate, budget: float) -> tuple[SketchPlan, ...]:
     """Plan all layers under one budget."""
     bases, scores = zip(*(layer.calibrated(candidate) for layer in layers), strict=True)
+    if candidate.residual_bits:
+        return tuple(joint_plans(bases, [layer.joint(candidate) for layer in layers], budget)[0])
     plans, _ = plan_layers(
         bases,
         scores,
-        mean_rank,
+        budget,
         map=candidate.map,
         sketch_dtype=candidate.sketch_dtype,
         rank_max=candidate.rank_max,
@@ -280,13 +316,13 @@ def _plans(layers: Sequence[TracedLayer], candidate: Candidate, mean_rank: float
 def _point(
     layers: Sequence[TracedLayer],
     candidate: Candidate,
-    mean_rank: float,
+    budget: float,
     plans: tuple[SketchPlan, ...],
     graded: bool,
 ) -> PlanPoint:
     """Measure the error of plans."""
     lost = [layer.error(plan, graded) for layer, plan in zip(layers, plans, strict=True)]
-    return PlanPoint(candidate, mean_rank, plans, _root_mean(lost), _traffic(plans))
+    return PlanPoint(candidate, budget, plans, _root_mean(lost), _traffic(plans))
 
 
 def _traffic(plans: Sequence[SketchPlan]) -> float:
@@ -328,7 +364,7 @@ def _by_loss(
     low, high, chosen = 0, len(line), None
     while low < high:
         middle = (low + high) // 2
-        progress(f"loss of {line[middle].candidate}, mean rank {line[middle].mean_rank:g}")
+        progress(f"loss of {line[middle]}")
         measured = replace(line[middle], loss=float(loss_of(line[middle].plans)))
         points = [measured if point is line[middle] else point for point in points]
         line[middle] = measured

@@ -20,7 +20,7 @@ __all__ = ["StepTimes"]
 class StepTimes:
     """Time of a step of all layers on this machine, mean from one flush to the next.
 
-    Layers with the same shape, ranks and settings are timed once. Inputs are random; times do not depend on the
+    Layers with the same shape, ranks, bits and settings are timed once. Inputs are random; times do not depend on the
     inputs.
 
     Parameters
@@ -57,7 +57,10 @@ class StepTimes:
         float
             Sum over the layers.
         """
-        return sum(self._time(f"{plan} {plan.ranks.tolist()}", sketch_system(plan, "sketch"), plan) for plan in plans)
+        return sum(
+            self._time(f"{plan} {plan.ranks.tolist()} {plan.residual_bits.tolist()}", sketch_system(plan, "sketch"), plan)
+            for plan in plans
+        )
 
     def standard(self, plans: Sequence[SketchPlan]) -> float:
         """Measure the seconds of a step of standard decode.
