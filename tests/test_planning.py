@@ -253,7 +253,12 @@ def test_table(search):
     table = frontier_table(search)
     assert [row[0] for row in table.rows] == ["->" if p is search.chosen else "" for p in search.frontier]
     assert [row[4:] for row in table.rows] == [
-        [budget_name(p.candidate, p.budget), str(max(plan.ranks.max() for plan in p.plans)), f"{p.traffic:.3f}", f"{p.error:.4f}"]
+        [
+            budget_name(p.candidate, p.budget),
+            str(max(plan.ranks.max() for plan in p.plans)),
+            f"{p.traffic:.3f}",
+            f"{p.error:.4f}",
+        ]
         for p in search.frontier
     ]
     bases = [layer.calibrated(search.chosen.candidate)[0] for layer in search.layers]

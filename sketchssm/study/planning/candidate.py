@@ -115,4 +115,7 @@ def candidates(
         if not values:
             raise ValueError(f"{name}: expected at least one, got none")
     bits = {MAP: tuple(STEPS)}
-    return [Candidate(*settings, bits.get(settings[0].name, ())) for settings in product(*given.values())]
+    return [
+        Candidate(map, form, window, rank_max, bits.get(map.name, ()))
+        for map, form, window, rank_max in product(known, formats, windows, rank_maxes)
+    ]

@@ -23,7 +23,8 @@ def frontier_table(found: PlanSearch, standard: float | None = None, met: bool =
         arrow = "->" if point is found.chosen else ""
         cells = [arrow, str(own.map), own.sketch_dtype, str(own.window)]
         most = max(int(plan.ranks.max()) for plan in point.plans)
-        cells += [budget_name(own, point.budget), str(most) if most > 0 else "-", f"{point.traffic:.3f}", f"{point.error:.4f}"]
+        cells += [budget_name(own, point.budget), str(most) if most > 0 else "-"]
+        cells += [f"{point.traffic:.3f}", f"{point.error:.4f}"]
         if standard is not None and point.seconds is not None:
             cells += [f"{1e6 * point.seconds:.1f}", f"{standard / point.seconds:.2f}x"]
         return cells

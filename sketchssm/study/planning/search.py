@@ -142,8 +142,8 @@ def autoplan(
 ) -> PlanSearch:
     """Choose map, format, window, ranks and residuals for all layers of a model together, by measurement.
 
-    Every candidate is planned at every mean rank, with residuals at every reduction. Its plans decode the sequences that ranks were scored on, and the
-    outputs are compared with float64.
+    Every candidate is planned at every mean rank, with residuals at every reduction. Its plans decode the sequences
+    that ranks were scored on, and the outputs are compared with float64.
 
     ===============  ================================================================  =====================
     target           chosen                                                            cost
@@ -187,9 +187,9 @@ def autoplan(
     Raises
     ------
     ValueError
-        If there are no layers, a candidate's `rank_max` is out of range or none of its budgets fits, the errors of a candidate can't be
-        measured, not exactly one target is given, a target lacks its measurement, or no point meets the target. The
-        latter is an `UnmetTargetError`, whose attribute `found` is the search with the nearest point.
+        If there are no layers, a candidate's `rank_max` is out of range, no budget is possible, the errors of a
+        candidate can't be measured, not exactly one target is given, a target lacks its measurement, or no point meets
+        the target. The latter is an `UnmetTargetError`, whose attribute `found` is the search with the nearest point.
     """
     target = _target(error=error, traffic=traffic, seconds=seconds, loss=loss)
     _check_measures(target, time_of, loss_of)

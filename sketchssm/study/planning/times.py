@@ -57,10 +57,8 @@ class StepTimes:
         float
             Sum over the layers.
         """
-        return sum(
-            self._time(f"{plan} {plan.ranks.tolist()} {plan.residual_bits.tolist()}", sketch_system(plan, "sketch"), plan)
-            for plan in plans
-        )
+        names = (f"{plan} {plan.ranks.tolist()} {plan.residual_bits.tolist()}" for plan in plans)
+        return sum(self._time(n, sketch_system(plan, "sketch"), plan) for n, plan in zip(names, plans, strict=True))
 
     def standard(self, plans: Sequence[SketchPlan]) -> float:
         """Measure the seconds of a step of standard decode.
