@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 from test_cli import invoke
-from tiny_models import make, prompt
+from tiny_models import VISION, make, prompt
 
 import sketchssm as ss
 from sketchssm.plans.files import FileFormatError
@@ -57,6 +57,22 @@ def test_calibrate(folder, plans):
     report = json.loads((folder / "report.json").read_text())
     assert report["layers"]["model.layers.0.linear_attn"]["ranks"] == got["model.layers.0.linear_attn"].ranks.tolist()
     assert (report["tokens"], report["method"]) == (72, "gradient")
+
+
+@pytest.mark.parametrize("name", ("Qwen3_5", "Glm5Next"))
+def test_vision_classes(folder, name, tmp_path):
+    """The command loads the class that the folder names, so its plans are those of the class in Python."""
+    parts = {"text_config": make(name).config.get_text_config().to_dict(), "vision_config": VISION}
+    torch.manual_seed(0)
+    kind = getattr(transformers, f"{name}ForConditionalGeneration")
+    model = kind(getattr(transformers, f"{name}Config")(**parts)).eval()
+    model.save_pretrained(tmp_path)
+    arguments = ["--model", tmp_path, "--text", folder / "text.npy", *SHORT, "--window", 4, "--mean-rank", 3]
+    invoke("calibrate", *arguments, "--out", tmp_path / "plans.safetensors")
+    got = st.ModelPlans.load(tmp_path / "plans.safetensors")
+    want = st.calibrate(model, prompt(1, 100)[0, :72], length=24, window=4, mean_rank=3)
+    assert got.fingerprint == want.fingerprint
+    assert {name: plan.fingerprint for name, plan in got.items()} == {n: x.fingerprint for n, x in want.items()}
 
 
 def test_token_ids_in_place_of_text(folder, plans, tmp_path):
@@ -263,7 +279,7 @@ TASKS = f"{EVALUATE} --length 80 --plans standard --tasks keys"
         ("calibrate --out x --model {} --text {}/model.safetensors", "text: expected UTF-8 text or an npy file"),
         (
             "calibrate --out x --model {}/.. --text {}/text.npy --length 24",
-            "model: AutoModelForCausalLM of transformers can't read",
+            "model: AutoConfig of transformers can't read",
         ),
         *(
             (f"{CALIBRATE} --length 24 --device {device}", f"device: '{device}' can't be used")

@@ -49,16 +49,20 @@ class ModelText:
         import transformers
 
         transformers.utils.logging.disable_progress_bar()
-        model = self._loaded("AutoModelForCausalLM", dtype=self.dtype)
         device = self.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             if torch.device(device).type == "meta":
                 raise RuntimeError("its tensors have no values")
-            return model.to(device).eval()
+            torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:  # AssertionError: PyTorch without CUDA
             raise ValueError(f"device: {device!r} can't be used ({error})") from error
+        config = self._loaded("AutoConfig")
+        quantised = getattr(config, "quantization_config", None) is not None
+        place = {"device_map": device} if quantised else {}  # quantised weights are made on their device
+        model = self._loaded(_class_of(config), dtype=self.dtype, **place)
+        return (model if quantised else model.to(device)).eval()
 
     def haystack(self) -> tuple[Ids, Callable[[str], list[int]]]:
         """Token ids of the whole text, ``(tokens,)``, and the model's tokenizer as a function of a string.
@@ -93,3 +97,14 @@ class ModelText:
             return getattr(transformers, kind).from_pretrained(self.model, local_files_only=True, **settings)
         except Exception as error:  # of many types, for folders that hold no model or a damaged one
             raise ValueError(f"model: {kind} of transformers can't read {self.model} ({error})") from error
+
+
+def _class_of(config: Any) -> str:
+    """Name of the class that a configuration names if it generates text, else of the automatic class."""
+    import transformers
+
+    for name in config.architectures or ():
+        kind = getattr(transformers, name, None)
+        if isinstance(kind, type) and issubclass(kind, transformers.GenerationMixin):
+            return str(name)
+    return "AutoModelForCausalLM"
