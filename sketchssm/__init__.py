@@ -41,6 +41,7 @@ _HOME = {
     "SketchPlan": "plans.plan",
     "DecodeHead": "heads.head",
     "ExactHead": "heads.exact",
+    "ReadErrors": "heads.sketch",
     "SketchHead": "heads.sketch",
     "Snapshot": "heads.snapshot",
     "SnapshotFileError": "heads.snapshot",
@@ -88,6 +89,7 @@ __all__ = [
     "PrunedHead",
     "QuantisedHead",
     "RankScores",
+    "ReadErrors",
     "ReplayHead",
     "SketchBasis",
     "SketchHead",
@@ -124,7 +126,7 @@ if TYPE_CHECKING:
     from sketchssm.calibrate.traces import Traces
     from sketchssm.heads.exact import ExactHead
     from sketchssm.heads.head import DecodeHead
-    from sketchssm.heads.sketch import SketchHead
+    from sketchssm.heads.sketch import ReadErrors, SketchHead
     from sketchssm.heads.snapshot import Snapshot, SnapshotFileError
     from sketchssm.heads.standard import ReplayHead, StandardHead
     from sketchssm.layer.checks import UnsupportedError

@@ -211,7 +211,7 @@ def slot_memory(
 ) -> dict[str, npt.NDArray[Any]]:
     """Memory ``(num_slots, *shape)`` of all parts: the caller's arrays on the host, and new zeros for the others.
 
-    Cursors in the caller's memory are set to 0. TypeError if memory is on a device or of a wrong type, ValueError if
+    Cursors and errors in the caller's memory are set to 0. TypeError if memory is on a device or of a wrong type, ValueError if
     it does not fit its part or there is no part of a name.
     """
     shapes, unused, memory = {part.name: part for part in parts}, dict(given or {}), {}
@@ -235,6 +235,6 @@ def slot_memory(
         for name, array in memory.items()
     }
     check_separate(blocks, num_slots)
-    if "cursor" in memory:
-        memory["cursor"][...] = 0
+    for name in {"cursor", "errors"} & set(memory):
+        memory[name][...] = 0
     return memory

@@ -32,6 +32,7 @@ class EngineOptions:
     phase: int | None = None
     drafts: int = 0
     pad_slot: int = PAD_SLOT
+    monitor: int = 0
     why: str = ""
 
     def __post_init__(self) -> None:
@@ -45,6 +46,7 @@ class EngineOptions:
                 f"memory: expected a mapping from names of parts to arrays, got {type(self.memory).__name__}"
             )
         check_integer("drafts", self.drafts, 0, MAX_DRAFTS)
+        check_integer("monitor", self.monitor, 0, 1 << 16)
         pad = self.pad_slot
         if isinstance(pad, bool) or not isinstance(pad, int | np.integer) or abs(pad) >= 1 << 31:
             raise ValueError(f"pad_slot: expected an integer of 32 bits, got {pad!r}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from sketchssm.cpu.cursors import accepted, advance, flushes, position
+from sketchssm.cpu.errors import add_error, measures
 from sketchssm.cpu.fold import fold_block, prepare_fold, prepare_keys, reflects
 from sketchssm.cpu.jit import Kernel, njit, pasted
 from sketchssm.cpu.layout import (
@@ -114,7 +115,10 @@ def _flush_and_read(m: Record, at: Record, buf: Pointer, slot: int, row: int, cu
             _fold(m, at, buf, slot, key_head, cursor, NO_OUTPUT)
         read_drafts(m, at, buf, slot, place, 0, integers(m.counts)[row], key_head, key_head + 1)
     else:
-        buffer_token(m, at, buf, slot, place, cursor, key_head, key_head + 1)
+        if measures(m, slot, key_head * m.group):
+            read(m, at, buf, slot, place, cursor, key_head, key_head + 1, floats(m.reach), slot * m.reach_stride)
+        else:
+            buffer_token(m, at, buf, slot, place, cursor, key_head, key_head + 1)
         _fold(m, at, buf, slot, key_head, cursor + 1, place)
 
 
@@ -151,6 +155,8 @@ def _fold(m: Record, at: Record, buf: Pointer, slot: int, key_head: int, count: 
             store_sketch(m, at, buf, slot, head, norm, state, first)
         if place != NO_OUTPUT:
             target = (place * m.heads + head) * m.value_dim
+            if m.monitor:
+                add_error(m, at, buf, slot, head, target)
             copy(floats(m.out), target, buf, at.output + head * m.values, m.value_dim)
 
 

@@ -60,7 +60,7 @@ SIZES = (
 
 RUNS = (
     "state", "served", "cursor", "k", "v", "gate", "start", "reach", "beta", "gram", "packed", "factors", "pending",
-    "master", "codes", "scales",
+    "master", "codes", "scales", "errors",
 )  # fmt: skip
 """Arrays of a slot (see `sketchssm.cpu.parts`): their addresses in slot 0, and their distances between two slots in
 elements."""
@@ -72,9 +72,9 @@ CALL = ("task", "in_q", "in_k", "in_v", "in_g", "in_beta", "out", "rows", "count
 """One call: its task, the addresses of its inputs, of its output, of its rows' slots and of their numbers of drafts,
 its sizes, its current token."""
 
-SETTINGS = ("clocked", "state_type", "tracked", "map", "sketch_type", "columns", "pending_share")
+SETTINGS = ("clocked", "state_type", "tracked", "map", "sketch_type", "columns", "pending_share", "monitor")
 """Settings: whether the head has a clock; the type of stored states; whether flushes advance a master copy of U; the
-coefficient map; the type of stored sketches; the largest rank padded; a token's share of `pending`."""
+coefficient map; the type of stored sketches; the largest rank padded; a token's share of `pending`; one flush of so many is measured, or 0."""
 
 GRID = ("top", "shift")
 """Largest code and shift of the grid that `sketchssm.cpu.quantised` rounds to."""
@@ -175,6 +175,8 @@ class Memory:
         for name, width in (("keys", layer.key_dim), ("values", layer.value_dim)):
             if name in self.arrays:
                 self.arrays[name][slots, ..., width:] = 0
+        if "errors" in self.arrays:
+            self.arrays["errors"][slots] = 0
         self.cursor[slots] = self.stroke
 
     def set(self, **fields: float) -> None:

@@ -15,6 +15,7 @@ betas   beta     (W, heads)                ring: write gates
 betas   gram     (W, heads, W)             ``<D_{s+1:j} k_s, k_j>``, the matrix A of `sketchssm.reference.window`
 sketch  packed   see `packed`              sketches and map rows, and the other arrays of `sketchssm.cpu.packed`
 sketch  served   (heads, V, K)             the copy for reads of `sketchssm.cpu.quantised.CopyEngine`
+errors  errors   (heads, 1, 3)             sums of a monitor: `sketchssm.cpu.errors`
 cursor  cursor   ()                        cursor word
 ======  =======  ========================  ======================================================================
 
@@ -99,8 +100,10 @@ def standard_parts(layer: Layer, state_dtype: str, drafts: int) -> Parts:
     return parts
 
 
-def window_parts(layer: Layer, window: int, state_dtype: str = "float32", sketch: tuple[Run, ...] = ()) -> Parts:
-    """Return the parts of the states, of a ring, of sketches if there are any, and of the cursor."""
+def window_parts(
+    layer: Layer, window: int, state_dtype: str = "float32", sketch: tuple[Run, ...] = (), monitor: int = 0
+) -> Parts:
+    """Return the parts of the states, of a ring, of sketches and a monitor if there are any, and of the cursor."""
     keys, values, tokens = map(padded, (layer.key_dim, layer.value_dim, window))
     # an odd number of heads apart
     heads, key_heads = layer.heads | 1, layer.key_heads | 1
@@ -119,6 +122,8 @@ def window_parts(layer: Layer, window: int, state_dtype: str = "float32", sketch
         parts["betas"] = Run("beta", (window, layer.heads)), Run("gram", (window, heads, tokens))
     if any(run.bytes for run in sketch):
         parts["sketch"] = sketch
+    if monitor:
+        parts["errors"] = (Run("errors", (layer.heads, 1, 3)),)
     return parts | {"cursor": (Run("cursor", (), np.int32),)}
 
 

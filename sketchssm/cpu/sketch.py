@@ -21,15 +21,17 @@ __all__ = ["SketchEngine"]
 class SketchEngine(ReplayEngine):
     """The paper's algorithm 1: replay, with a sketch for the state reads between flushes."""
 
+    supports = ReplayEngine.supports | {"monitor"}
     parts_of: ClassVar[PartsOf] = staticmethod(
-        lambda plan, sketch_dtype, options: slot_parts(_plan_parts(plan, sketch_dtype, options.state_dtype)[1])
+        lambda plan, sketch_dtype, options: slot_parts(_plan_parts(plan, sketch_dtype, options)[1])
     )
 
     def __init__(
         self, plan: SketchPlan, num_slots: int, sketch_dtype: str = "bfloat16", options: EngineOptions = DEFAULTS
     ) -> None:
-        packing, parts = _plan_parts(plan, sketch_dtype, options.state_dtype)
+        packing, parts = _plan_parts(plan, sketch_dtype, options)
         self._open(Memory(plan.layer, num_slots, plan.window, parts, options), packing, options)
+        self._memory.set(monitor=options.monitor)
         self.plan = plan
 
     def adopt(self, slots: Slots) -> None:
@@ -46,8 +48,8 @@ class SketchEngine(ReplayEngine):
             self.memory["sketch"][slots[slots >= 0]] = 0
 
 
-def _plan_parts(plan: SketchPlan, sketch_dtype: str, state_dtype: str) -> tuple[Packing, Parts]:
+def _plan_parts(plan: SketchPlan, sketch_dtype: str, options: EngineOptions) -> tuple[Packing, Parts]:
     """Place the sketches of a plan; return their places and the parts of a slot."""
     # a master copy of U would keep digits that a 16-bit state has lost
-    packing = pack(plan, sketch_dtype, tracked=not plan.layer.channel_decays and state_dtype == "float32")
-    return packing, window_parts(plan.layer, plan.window, state_dtype, packing.runs)
+    packing = pack(plan, sketch_dtype, tracked=not plan.layer.channel_decays and options.state_dtype == "float32")
+    return packing, window_parts(plan.layer, plan.window, options.state_dtype, packing.runs, options.monitor)

@@ -154,9 +154,7 @@ class ExactHead(DecodeHead):
         """
         with self._lock.held(), self._arrays.call(slots) as call:
             owner, memory = self._owner(), self._engine.memory
-            index = call.host_slots(slots, None, self.num_slots)
-            if (index < 0).any():
-                raise ValueError(f"slots: expected 0 to {self.num_slots - 1}, got {self.pad_slot} (padding)")
+            index = self._own_slots(call, slots)
             arrays = {name: call.fetch(memory[name], index) for name, *_ in owner["parts"]}
         if "cursor" in arrays:
             arrays["cursor"] &= POSITION
@@ -191,6 +189,13 @@ class ExactHead(DecodeHead):
             for name, rows in snapshot.arrays.items():
                 call.store(self._engine.memory[name], index[live], rows[live])
             self._engine.rejoin(call.slots(slots, len(snapshot), self.num_slots))
+
+    def _own_slots(self, call: Any, slots: Any) -> Any:
+        """Check slots of a call, none of them padding, and return them on the host."""
+        index = call.host_slots(slots, None, self.num_slots)
+        if (index < 0).any():
+            raise ValueError(f"slots: expected 0 to {self.num_slots - 1}, got {self.pad_slot} (padding)")
+        return index
 
     def _owner(self) -> dict[str, Any]:
         """Describe what this head's slots belong to."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from sketchssm.arrays.options import EngineOptions
 from sketchssm.heads.backends import load_parts
 from sketchssm.heads.exact import ExactHead, check_phase
 from sketchssm.heads.registry import SKETCH
+from sketchssm.layer.checks import check_bool
 from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import PAD_SLOT, check_instance
 from sketchssm.layer.slots import SlotPart
@@ -17,7 +21,31 @@ from sketchssm.plans.plan import SketchPlan
 if TYPE_CHECKING:
     from sketchssm.arrays.gates import GateInput
 
-__all__ = ["SketchHead"]
+__all__ = ["ReadErrors", "SketchHead"]
+
+
+class ReadErrors(NamedTuple):
+    """Errors of reads through sketches, from `SketchHead.errors`.
+
+    Parameters
+    ----------
+    error : ndarray of float64, (slots, heads)
+        Sums of the squared norms of the differences between the sketch's outputs and exact outputs.
+    energy : ndarray of float64, (slots, heads)
+        Sums of the squared norms of these exact outputs.
+    samples : ndarray of int64, (slots,)
+        Number of measured tokens.
+    """
+
+    error: npt.NDArray[np.float64]
+    energy: npt.NDArray[np.float64]
+    samples: npt.NDArray[np.int64]
+
+    @property
+    def relative(self) -> float:
+        """Relative squared error of all slots and heads together; NaN if nothing was measured."""
+        energy = float(self.energy.sum())
+        return float(self.error.sum()) / energy if energy else float("nan")
 
 
 class SketchHead(ExactHead):
@@ -57,6 +85,9 @@ class SketchHead(ExactHead):
         Starts a clock at this position, 0 to ``plan.window - 1``: all rows flush at the same steps, independent of the
         steps at which their requests began. Layers with different phases flush at different steps. Default: no clock,
         each row has its own windows.
+    monitor : int, default 0
+        Measures the sketch's error at every so many flushes of a slot, for `errors`; 0 never. A measured flush takes
+        the time of one more read: about 4% of a window.
 
     Raises
     ------
@@ -85,16 +116,57 @@ class SketchHead(ExactHead):
         memory: Mapping[str, Any] | None = None,
         state_dtype: str = "float32",
         phase: int | None = None,
+        monitor: int = 0,
     ) -> None:
         check_instance("plan", plan, SketchPlan)
         form = SketchFormat.of(plan.sketch_dtype if sketch_dtype is None else sketch_dtype)
         phase = check_phase(phase, plan.window)
-        options = EngineOptions(gate, activation_dtype, output_dtype, state_dtype, memory, phase, pad_slot=pad_slot)
+        options = EngineOptions(
+            gate, activation_dtype, output_dtype, state_dtype, memory, phase, pad_slot=pad_slot, monitor=monitor
+        )
         super().__init__(SKETCH, plan, num_slots, backend, form.name, options=options)
-        self.plan, self.sketch_dtype = plan, form.name
+        self.plan, self.sketch_dtype, self.monitor = plan, form.name, int(monitor)
 
     def _owner(self) -> dict[str, Any]:
         return super()._owner() | {"sketch_dtype": self.sketch_dtype}
+
+    def errors(self, slots: Any = None, *, reset: bool = False) -> ReadErrors:
+        """Return what the monitor has measured in some slots since their requests began; waits for the device.
+
+        The output of a flush token is exact. At a measured flush the head also reads the token through the sketch, and
+        adds up the squared norms of the difference and of the exact output. These are the errors of reads at the end of
+        a window: those before have mostly larger ones, so compare errors with errors of the same plan on the text of
+        its calibration. Drafts and `flush` have no exact output, and measure nothing.
+
+        The sums belong to the request: `load_state`, `adopt` and `reset` clear them; `copy` and snapshots keep them.
+
+        Parameters
+        ----------
+        slots : array of int, (count,), optional
+            Which slots, none of them padding. Default: all.
+        reset : bool, default False
+            Whether to clear the sums of these slots.
+
+        Returns
+        -------
+        ReadErrors
+            Sums over the measured flushes of each slot.
+
+        Raises
+        ------
+        ValueError
+            If the head has no monitor, or a slot is out of range, padding or named twice.
+        """
+        check_bool("reset", reset)
+        if not self.monitor:
+            raise ValueError("monitor: expected a head with monitor=1 or more, got monitor=0")
+        with self._lock.held(), self._arrays.call(slots) as call:
+            sums, index = self._engine.memory["errors"], self._own_slots(call, slots)
+            rows = call.fetch(sums, index)
+            if reset:
+                call.store(sums, index, np.zeros_like(rows))
+        error, energy = rows[..., 0].sum(-1, dtype=np.float64), rows[..., 1].sum(-1, dtype=np.float64)
+        return ReadErrors(error, energy, -(-rows[:, 0, 0, 2].astype(np.int64) // self.monitor))
 
     @staticmethod
     def parts_of(
@@ -105,6 +177,7 @@ class SketchHead(ExactHead):
         gate: GateInput | None = None,
         activation_dtype: str | None = None,
         state_dtype: str = "float32",
+        monitor: int = 0,
     ) -> tuple[SlotPart, ...]:
         """Describe the memory of a slot without a head, to allocate `memory`.
 
@@ -118,6 +191,8 @@ class SketchHead(ExactHead):
             As for the head.
         activation_dtype, state_dtype : str
             As for the head. On ``cuda`` the activations' type is required.
+        monitor : int
+            As for the head.
 
         Returns
         -------
@@ -126,5 +201,5 @@ class SketchHead(ExactHead):
         """
         check_instance("plan", plan, SketchPlan)
         form = SketchFormat.of(plan.sketch_dtype if sketch_dtype is None else sketch_dtype)
-        options = EngineOptions(gate, activation_dtype, state_dtype=state_dtype)
+        options = EngineOptions(gate, activation_dtype, state_dtype=state_dtype, monitor=monitor)
         return load_parts(SKETCH, backend, plan, form.name, options=options)

@@ -61,8 +61,9 @@ class SlotPart:
 
     Parameters
     ----------
-    name : {"state", "keys", "values", "gates", "betas", "sketch", "cursor"}
-        Name of the contents. Keys, values, gates and betas are the raw inputs of the buffered tokens.
+    name : {"state", "keys", "values", "gates", "betas", "sketch", "errors", "cursor"}
+        Name of the contents. Keys, values, gates and betas are the raw inputs of the buffered tokens; errors are the
+        sums of a monitor.
     shape : tuple of int
         Shape of one slot; the memory of all slots is ``(num_slots, *shape)``.
     dtype : str

@@ -39,7 +39,7 @@ class StandardEngine:
     def _open(self, layer: Layer, num_slots: int, ring: int, options: EngineOptions) -> None:
         """Set the memory up, with rings of `ring` tokens."""
         self.layer = layer
-        self.parts = _parts(layer, ring)
+        self.parts = _parts(layer, ring, options.monitor)
         self.memory = slot_memory(self.parts, num_slots, options.memory)
         self.arrays = HostArrays(np.float64, options, self.memory.values())
         self.state = self.memory["state"]
@@ -274,17 +274,44 @@ class SketchEngine(ReplayEngine):
     """The paper's algorithm 1: replay, with state reads through a sketch between flushes.
 
     Formats with codes are rounded as on every backend; "float32" and "bfloat16" stay float64. A slot's memory has no
-    sketches: every read computes them from the state.
+    sketches: every read computes them from the state. With a monitor, a flush token is read through the sketch too; its
+    exact output tells the error.
     """
 
-    parts_of: ClassVar[PartsOf] = staticmethod(lambda plan, sketch_dtype, options: _parts(plan.layer, plan.window))
+    supports = ReplayEngine.supports | {"monitor"}
+    parts_of: ClassVar[PartsOf] = staticmethod(
+        lambda plan, sketch_dtype, options: _parts(plan.layer, plan.window, options.monitor)
+    )
 
     def __init__(
         self, plan: SketchPlan, num_slots: int, sketch_dtype: str = "float32", options: EngineOptions = DEFAULTS
     ) -> None:
         super().__init__(plan.layer, num_slots, plan.window, options)
         self.plan = plan
-        self._form = SketchFormat.of(sketch_dtype)
+        self._form, self._monitor = SketchFormat.of(sketch_dtype), options.monitor
+
+    def adopt(self, slots: Slots) -> None:
+        """See `sketchssm.heads.engine.ExactEngine`."""
+        super().adopt(slots)
+        if self._monitor:
+            self.memory["errors"][slots[slots >= 0]] = 0.0
+
+    def _token(self, slot: int, token: Tokens) -> Array:
+        word = int(self._cursor[slot])
+        position = word & POSITION
+        if not self._monitor or not (word & DUE or position == self.window - 1):
+            return super()._token(slot, token)
+        error, energy, flushes = self.memory["errors"][slot, :, 0].T
+        if flushes[0] % self._monitor == 0:
+            self._buffer(slot, position, token)
+            answer = self._output(slot, position + 1, token.q)
+            output = super()._token(slot, token)
+            error += np.square(output - answer).sum(-1)
+            energy += np.square(output).sum(-1)
+        else:
+            output = super()._token(slot, token)
+        flushes += 1
+        return output
 
     def _read(self, slot: int, queries: Array) -> Array:
         outputs = super()._read(slot, queries)
@@ -297,8 +324,8 @@ class SketchEngine(ReplayEngine):
         return outputs
 
 
-def _parts(layer: Layer, ring: int) -> tuple[SlotPart, ...]:
-    """Parts of a slot with a ring of so many tokens."""
+def _parts(layer: Layer, ring: int, monitor: int = 0) -> tuple[SlotPart, ...]:
+    """Parts of a slot with a ring of so many tokens, and the sums of a monitor."""
     shapes: dict[str, tuple[int, ...]] = {"state": layer.state_shape}
     if ring:
         shapes["keys"] = layer.key_heads, ring, layer.key_dim
@@ -306,5 +333,7 @@ def _parts(layer: Layer, ring: int) -> tuple[SlotPart, ...]:
         shapes["gates"] = layer.heads, ring, layer.gate_channels
         if layer.erases:
             shapes["betas"] = layer.heads, ring
+    if monitor:
+        shapes["errors"] = layer.heads, 1, 3
     parts = [SlotPart(name, shape, "float64", 8) for name, shape in shapes.items()]
     return (*parts, SlotPart("cursor", (), "int32", 4)) if ring else tuple(parts)

@@ -1,0 +1,154 @@
+"""Monitors: the error that a head measures at its flush tokens, on the backends of any host."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ledger import Ledger
+from samples import LAYERS, one_block, plan_of, states_of, tokens_of
+
+import sketchssm as ss
+from sketchssm.layer.checks import UnsupportedError
+from sketchssm.layer.recurrence import FULL_STATE
+
+WINDOW, SLOTS = 4, 3
+RANKS = [FULL_STATE, 2, 3, 1]
+FORMS = {
+    "ridge": {},
+    "lowrank": {"map": "lowrank", "pivots": 2},
+    "residual": {"map": "subspace", "residual_bits": [0, 1, 2, 3]},
+}
+TOLERANCE = {"reference": 1e-12, "cpu": 3e-6}
+"""Of outputs, relative to the largest: some ten tokens of a hundred operations, whose roundings add up like a random
+walk."""
+
+
+def ledger_of(layer, backend, form="ridge", monitor=1, **options):
+    plan = plan_of(np.random.default_rng(5), layer, RANKS, window=WINDOW, **FORMS[form])
+    head = ss.SketchHead(plan, SLOTS, backend, sketch_dtype="float32", monitor=monitor, **options)
+    return Ledger(head, SLOTS)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_errors_of_reads_at_flush_tokens(backend, layer, form, rng):
+    """From loaded states, with several key heads, and a head whose state is read in full."""
+    ledger = ledger_of(layer, backend, form)
+    ledger.head.load_state(states_of(rng, layer, SLOTS))
+    ledger.step(tokens_of(rng, layer, SLOTS, 3 * WINDOW), [2, 0, 1])
+    ledger.check(TOLERANCE[backend])
+    found = ledger.head.errors()
+    assert (found.samples == 3).all()
+    assert (found.error[:, 1:] > 0).all()
+    assert found.relative == pytest.approx(found.error.sum() / found.energy.sum())
+    if backend == "cpu":
+        assert (found.error[:, 0] == 0).all()
+
+
+OPERATIONS = st.one_of(
+    st.tuples(st.just("step"), st.permutations(range(SLOTS)), st.integers(1, 6)),
+    st.tuples(st.just("draft"), st.permutations(range(SLOTS)), st.integers(1, WINDOW - 1)),
+    *(
+        st.tuples(st.just(name), st.permutations(range(SLOTS)), st.integers(1, SLOTS))
+        for name in ("flush", "reset", "load", "adopt", "copy", "snapshot", "take")
+    ),
+)
+
+
+@settings(max_examples=15)
+@given(
+    kind=st.sampled_from(list(LAYERS)),
+    operations=st.lists(OPERATIONS, min_size=3, max_size=8),
+    phase=st.sampled_from([None, 1]),
+    monitor=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_any_sequence_of_calls(backend, kind, operations, phase, monitor, seed):
+    """Requests carry their sums: through copies and snapshots, until the slot's next one."""
+    layer, rng = LAYERS[kind], np.random.default_rng(seed)
+    ledger = ledger_of(layer, backend, monitor=monitor, phase=phase)
+    head = ledger.head
+    for name, slots, count in operations:
+        some = slots[:count]
+        if name == "step":
+            ledger.step(tokens_of(rng, layer, 2, count), slots[:2])
+        elif name == "draft":
+            head.step(*tokens_of(rng, layer, 2, count), slots=slots[:2], draft=True)
+            head.commit([0, 0], slots[:2])
+            for slot in slots[:2]:
+                if not head.position[slot]:
+                    ledger.rings[slot] = []
+        elif name == "flush":
+            head.flush(some)
+            for slot in some:
+                ledger.rings[slot] = []
+        elif name == "copy":
+            head.copy(slots[:1], slots[1:2])
+            ledger.copy(slots[:1], slots[1:2])
+        elif name == "snapshot":
+            head.restore(head.snapshot(slots[:1]), slots[1:2])
+            ledger.copy(slots[:1], slots[1:2])
+        elif name == "take":
+            head.errors(some, reset=True)
+            ledger.sums[some], ledger.flushes[some] = 0, 0
+        else:
+            state = states_of(rng, layer, count)
+            {"load": lambda: head.load_state(state, some), "adopt": lambda: head.adopt(some)}.get(
+                name, lambda: head.reset(some)
+            )()
+            ledger.clear(some)
+        ledger.check(TOLERANCE[backend])
+
+
+def test_memory_of_the_caller(backend, layer, rng):
+    """Sums are part of a slot; whatever a pool holds at first is no error."""
+    plan = ledger_of(layer, backend).plan
+    parts = ss.SketchHead.parts_of(plan, backend, sketch_dtype="float32", monitor=2)
+    block, memory = one_block(parts, SLOTS)
+    block[...] = 0xFF  # NaN
+    ledger = ledger_of(layer, backend, monitor=2, memory=memory)
+    assert (ledger.head.errors().samples == 0).all()
+    ledger.head.reset()
+    ledger.step(tokens_of(rng, layer, 2, 3 * WINDOW), [1, 2])
+    ledger.check(TOLERANCE[backend], [1, 2])
+    assert memory["errors"][1].any()
+    assert "errors" not in {part.name for part in ss.SketchHead.parts_of(plan, backend)}
+
+
+def test_outputs_are_those_without_a_monitor(backend, layer, rng):
+    heads = [ledger_of(layer, backend, monitor=monitor).head for monitor in (0, 2)]
+    tokens = tokens_of(rng, layer, SLOTS, 3 * WINDOW)
+    np.testing.assert_array_equal(*(head.step(*tokens) for head in heads))
+
+
+def test_nan_stays_in_its_slot_until_the_next_request(backend, layer, rng):
+    ledger = ledger_of(layer, backend)
+    tokens = tokens_of(rng, layer, 2, WINDOW)
+    tokens.v[0, 1] = np.nan
+    with np.errstate(invalid="ignore"):
+        ledger.head.step(*tokens)
+    assert np.isnan(ledger.head.errors([0]).relative)
+    assert np.isfinite(ledger.head.errors([1]).relative)
+    ledger.head.reset([0])
+    ledger.clear([0, 1])
+    ledger.head.errors([1], reset=True)
+    ledger.step(tokens_of(rng, layer, 1, WINDOW), [0])
+    ledger.check(TOLERANCE[backend], [0])
+
+
+def test_refusals(layer):
+    plan = ledger_of(layer, "reference").plan
+    for monitor in (-1, 1.5, True, None):
+        with pytest.raises(ValueError, match=r"monitor: expected an integer from 0 to"):
+            ss.SketchHead(plan, 1, "reference", monitor=monitor)
+    with pytest.raises(ValueError, match=r"monitor: expected a head with monitor=1 or more, got monitor=0"):
+        ss.SketchHead(plan, 1, "reference").errors()
+    head = ss.SketchHead(plan, 2, "reference", monitor=1)
+    assert np.isnan(head.errors().relative)
+    with pytest.raises(ValueError, match=r"slots: expected 0 to 1, got -1 \(padding\)"):
+        head.errors([-1])
+    with pytest.raises(ValueError, match=r"reset: expected"):
+        head.errors(reset=1)
+    other = ss.SketchHead(plan, 2, "reference")
+    with pytest.raises(ValueError, match=r"snapshot: expected parts"):
+        other.restore(head.snapshot())
