@@ -8,7 +8,6 @@ from ledger import Ledger
 from samples import LAYERS, one_block, plan_of, states_of, tokens_of
 
 import sketchssm as ss
-from sketchssm.layer.checks import UnsupportedError
 from sketchssm.layer.recurrence import FULL_STATE
 
 WINDOW, SLOTS = 4, 3
@@ -49,7 +48,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("draft"), st.permutations(range(SLOTS)), st.integers(1, WINDOW - 1)),
     *(
         st.tuples(st.just(name), st.permutations(range(SLOTS)), st.integers(1, SLOTS))
-        for name in ("flush", "reset", "load", "adopt", "copy", "snapshot", "take")
+        for name in ("flush", "reset", "load_state", "adopt", "copy", "snapshot", "take")
     ),
 )
 
@@ -92,10 +91,8 @@ def test_any_sequence_of_calls(backend, kind, operations, phase, monitor, seed):
             head.errors(some, reset=True)
             ledger.sums[some], ledger.flushes[some] = 0, 0
         else:
-            state = states_of(rng, layer, count)
-            {"load": lambda: head.load_state(state, some), "adopt": lambda: head.adopt(some)}.get(
-                name, lambda: head.reset(some)
-            )()
+            states = (states_of(rng, layer, count),) if name == "load_state" else ()
+            getattr(head, name)(*states, some)
             ledger.clear(some)
         ledger.check(TOLERANCE[backend])
 

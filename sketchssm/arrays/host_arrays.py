@@ -211,8 +211,8 @@ def slot_memory(
 ) -> dict[str, npt.NDArray[Any]]:
     """Memory ``(num_slots, *shape)`` of all parts: the caller's arrays on the host, and new zeros for the others.
 
-    Cursors and errors in the caller's memory are set to 0. TypeError if memory is on a device or of a wrong type, ValueError if
-    it does not fit its part or there is no part of a name.
+    Cursors and errors in the caller's memory are set to 0. TypeError if memory is on a device or of a wrong type,
+    ValueError if it does not fit its part or there is no part of a name.
     """
     shapes, unused, memory = {part.name: part for part in parts}, dict(given or {}), {}
     for name, part in shapes.items():

@@ -74,7 +74,8 @@ its sizes, its current token."""
 
 SETTINGS = ("clocked", "state_type", "tracked", "map", "sketch_type", "columns", "pending_share", "monitor")
 """Settings: whether the head has a clock; the type of stored states; whether flushes advance a master copy of U; the
-coefficient map; the type of stored sketches; the largest rank padded; a token's share of `pending`; one flush of so many is measured, or 0."""
+coefficient map; the type of stored sketches; the largest rank padded; a token's share of `pending`; one flush of so
+many is measured, or 0."""
 
 GRID = ("top", "shift")
 """Largest code and shift of the grid that `sketchssm.cpu.quantised` rounds to."""

@@ -134,8 +134,8 @@ class SketchHead(ExactHead):
         """Return what the monitor has measured in some slots since their requests began; waits for the device.
 
         The output of a flush token is exact. At a measured flush the head also reads the token through the sketch, and
-        adds up the squared norms of the difference and of the exact output. These are the errors of reads at the end of
-        a window: those before have mostly larger ones, so compare errors with errors of the same plan on the text of
+        adds up the squared norms of the difference and of the exact output. These are errors of reads at the end of a
+        window: those before have mostly larger ones, so compare errors with errors of the same plan on the text of
         its calibration. Drafts and `flush` have no exact output, and measure nothing.
 
         The sums belong to the request: `load_state`, `adopt` and `reset` clear them; `copy` and snapshots keep them.
