@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sketchssm.arrays import interop
 from sketchssm.calibrate.allocation import METHODS, check_mean_rank
@@ -377,12 +380,29 @@ def _check_gradients(model: Any, row: Ids, method: str, names: list[str]) -> Non
             )
 
 
+@contextmanager
+def _checkpointed(model: torch.nn.Module) -> Iterator[None]:
+    """Keep the inputs of a model's blocks alone for a backward pass, which computes the rest again."""
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    before = [vars(block).get("forward") for block in blocks]  # of a module that accelerate has wrapped
+    try:
+        for block in blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        yield
+    finally:
+        for block, forward in zip(blocks, before, strict=True):
+            if forward is None:
+                vars(block).pop("forward", None)
+            else:
+                block.forward = forward
+
+
 def _backward(model: Any, row: Ids, wanted: Mask | None = None) -> None:
     """Backward pass of the summed next-token cross-entropy of a row, of all its tokens or of the wanted ones."""
     # The backward pass ends at the embeddings, because no parameter has a gradient.
     start = model.get_input_embeddings().register_forward_hook(lambda module, given, x: x.detach().requires_grad_())
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), _checkpointed(model):
             logits, ids = run_row(model, row)
             logits, following = logits[:-1], ids[1:]
             if wanted is not None:
