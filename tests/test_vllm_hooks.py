@@ -11,6 +11,7 @@ import sys
 import warnings
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from samples import relative
 
@@ -32,6 +33,9 @@ with warnings.catch_warnings():
     from vllm.v1.kv_cache_interface import MambaSpec
 
     from sketchssm.vllm import head_layer, layers, metadata, plugin, selfcheck
+
+from sketchssm import Calibration, Moments, RankScores, fit_basis  # noqa: E402
+from sketchssm.serving.recording import STEPS, Recording  # noqa: E402
 
 
 @pytest.fixture
@@ -132,6 +136,44 @@ def test_layers_serve_drafts(fixture, kind, system):
         _, outputs = layer.step(given, accepted, drafted)
         for ((request, _, first, _, _), kept), out in zip(rows, outputs, strict=True):
             assert relative(out[:kept], request[1][first : first + kept]) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("mode", ("none", "align"))
+def test_layers_record_a_calibration(fixture, tmp_path, kind, mode):
+    """Chunks of prefills and decoded tokens give the bases and scores of the requests' own tokens. Recorded sums are
+    products in float32, of vectors of 6 numbers, which rounds energies at 1e-6.
+    """
+    layer = fixture(kind, "standard", 0, mode)
+    path, lines = tmp_path / "c.safetensors", []
+    recording = Recording(str(path), "Model", 8, 64 + 24 + 2 * STEPS, 1.0, lines.append)
+    module = layer.module
+    module.record = recording.layer(module.prefix, "Mixer", module.layer, module.gate)
+    module._allocate(torch.device("cpu"))
+    a, b, c = ({name: x for name, x in layer.inputs(152).items()} for _ in range(3))
+    blocks = {"none": (3, 5, 2), "align": (range(20), range(20, 40), range(40, 60))}[mode]
+    blocks = [own if mode == "none" else [i + 1 for i in own] for own in blocks]
+    steps = [[(a, 0, 40)], [(a, 40, 24), (b, 0, 24)]]
+    steps += [[(b, 24 + i, 1), (a, 64 + i, 1)] for i in range(STEPS + 2)]
+    for rows in steps:
+        layer.step([(x, blocks[0] if x is a else blocks[1], first, n, 64 if x is a else 24) for x, first, n in rows])
+    recording.wait()
+
+    parts = [[x if x is None else x[None, :stop] for x in selfcheck.tokens_of(module, given)[:5]]
+             for given, stop in ((a, 64 + STEPS), (b, 24 + STEPS))]  # fmt: skip
+    moments = Moments(module.layer, window=8)
+    for part in parts:
+        moments.update(*part)
+    basis = fit_basis(moments)
+    layer.step([(c, blocks[2], 0, 104, 104)])
+    layer.step([(c, blocks[2], 104, 1, 104)])
+    recording.wait()
+    assert lines[-1] == f"wrote {path}"
+    scores = RankScores(basis)
+    scores.update(*(x if x is None else x[None, :104] for x in selfcheck.tokens_of(module, c)[:5]))
+    found = Calibration.load(path).layers[module.prefix].ranks
+    assert (found.samples == scores.samples).all()
+    assert np.allclose(found.retained, scores.retained, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", CLASSES)

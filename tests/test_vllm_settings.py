@@ -5,12 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from samples import LAYERS, plan_of
+from samples import LAYERS, plan_of, tokens_of
 
 torch = pytest.importorskip("torch")
 
 import sketchssm as ss  # noqa: E402
+from sketchssm.calibrate.calibration import LayerCalibration, StoredBasis  # noqa: E402
 from sketchssm.layer.slots import SlotPart  # noqa: E402
+from sketchssm.plans.model_plans import LayerFingerprint, ModelFingerprint  # noqa: E402
 from sketchssm.serving import plans  # noqa: E402
 from sketchssm.serving.batches import KnownTokens, RowBuffers, moved_rows, split_rows  # noqa: E402
 from sketchssm.serving.blocks import BlockLayout  # noqa: E402
@@ -34,17 +36,34 @@ def test_switched_on():
     assert found == Settings("/plans", phases=False)
     assert found.system == "sketch"
     assert Settings.find({}, {"sketchssm": "standard"}).system == "standard"
+    found = Settings.find({"SKETCHSSM_VLLM": '{"plans": "c.safetensors", "mean_rank": 8}'}, None)
+    assert found == Settings("c.safetensors", mean_rank=8)
+    found = Settings.find({"SKETCHSSM_VLLM": "record:c.safetensors"}, None)
+    assert (found.system, found.record) == ("standard", "c.safetensors")
 
 
 @pytest.mark.parametrize(
     "given, kind, words",
     [
         ({"plans": "standard", "window": 8}, ValueError, "window: expected none"),
-        ({"plans": "replay", "window": "8"}, TypeError, "window: expected an integer"),
+        ({"plans": "replay", "window": "8"}, ValueError, "window: expected an integer"),
+        ({"plans": "/plans", "window": 8}, ValueError, "window: expected none with plans='/plans', got 8"),
+        ({"plans": "replay", "mean_rank": 8}, ValueError, "mean_rank: expected none"),
+        ({"plans": "record:x", "reduction": 8}, ValueError, "reduction: expected none"),
+        ({"plans": "/plans", "mean_rank": 8, "reduction": 8}, ValueError, "mean_rank: expected none beside"),
+        ({"plans": "/plans", "mean_rank": 0}, ValueError, "mean_rank: expected a finite number of at least 1"),
+        ({"plans": "/plans", "tokens": 2048}, ValueError, "tokens: expected none"),
+        ({"plans": "record:x", "tokens": 10}, ValueError, "tokens: expected an integer from 1024"),
+        ({"plans": "record:x", "share": 2}, ValueError, "share: expected a number from 0.001 to 1"),
+        ({"plans": "record:"}, ValueError, "plans: expected a path"),
         ({"plans": "replay", "phases": 1}, TypeError, "phases: expected True or False"),
-        ({"plan": "replay"}, ValueError, "expected fields among plans, window, phases, got 'plan'"),
+        (
+            {"plan": "replay"},
+            ValueError,
+            "expected fields among plans, window, phases, mean_rank, .*, share, got 'plan'",
+        ),
         ({}, ValueError, "expected a field 'plans'"),
-        ("", ValueError, "got an empty string"),
+        ("", ValueError, "got ''"),
         (3, TypeError, "plans: expected a path"),
     ],
 )
@@ -63,6 +82,7 @@ def test_wrong_settings(given, kind, words):
         ({"microbatches": True}, "enable_dbo: expected False"),
         ({"own_replay": True}, "use_replayssm: expected False"),
         (DRAFTS | {"platform": "cpu", "kind": "mamba2"}, "speculative_config: expected None"),
+        (DRAFTS | {"recording": True}, "speculative_config: expected None while a calibration is recorded"),
         (DRAFTS | {"cache_mode": "align"}, "enable_prefix_caching: expected False with drafts"),
         (DRAFTS | {"drafts": 8}, "num_speculative_tokens: expected at most 7"),
         (DRAFTS | {"window": 4}, "num_speculative_tokens: expected at most 2"),
@@ -102,6 +122,27 @@ def test_plans_of_a_folder(rng, tmp_path):
     plan.save(tmp_path / "model.layers.0.mixer.safetensors")
     found = plans.load_plans(str(tmp_path))
     assert {name: p.fingerprint for name, p in found.items()} == {"model.layers.0.mixer": plan.fingerprint}
+
+
+def test_plans_of_a_calibration(rng, tmp_path):
+    """Plans of any budget are made at load; a budget for plans that are made is refused."""
+    layer = LAYERS["gdn"]
+    moments = ss.Moments(layer, window=8)
+    tokens = tokens_of(rng, layer, 1, 80)
+    moments.update(*tokens)
+    scores = ss.RankScores(basis := ss.fit_basis(moments))
+    scores.update(*tokens)
+    model = ModelFingerprint("Model", {"layers.0": LayerFingerprint("Mixer", layer, "")})
+    made = ss.Calibration({"layers.0": LayerCalibration(StoredBasis.of(basis), scores)}, model)
+    made.save(path := str(tmp_path / "c.safetensors"))
+    for budget in (2, 4):
+        found = plans.load_plans(path, mean_rank=budget)
+        assert found["layers.0"].fingerprint == made.plans(budget)["layers.0"].fingerprint
+    with pytest.raises(ValueError, match="scores of residuals"):
+        plans.load_plans(path, reduction=8)
+    made.plans(2).save(path)
+    with pytest.raises(ValueError, match=r"^mean_rank: expected none, as .* holds no calibration, got 2"):
+        plans.load_plans(path, mean_rank=2)
 
 
 def test_shares_of_a_plan(rng):

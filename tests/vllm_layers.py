@@ -25,7 +25,7 @@ from sketchssm.reference.recurrence import run
 from sketchssm.serving.decoder import Recipe
 from sketchssm.vllm.settings import Settings
 
-BLOCKS, WIDTH, DRAFTS, BLOCK = 9, 4, 3, 8
+BLOCKS, WIDTH, DRAFTS, BLOCK = 64, 4, 3, 8
 # Inputs are float32, of which each output takes some dozens.
 TOLERANCE = 2e-5
 
@@ -166,7 +166,7 @@ class Fixture:
             cache_config=module.cache_config, mamba_config=module.mamba_config, use_v2_model_runner=False,
             num_hash_lookahead_tokens=0, scheduler_config=SimpleNamespace(max_num_seqs=8),
             parallel_config=SimpleNamespace(decode_context_parallel_size=1),
-            model_config=SimpleNamespace(get_mamba_chunk_size=lambda: 4, max_model_len=64),
+            model_config=SimpleNamespace(get_mamba_chunk_size=lambda: 4, max_model_len=256),
             compilation_config=SimpleNamespace(
                 max_cudagraph_capture_size=8, static_forward_context={module.prefix: module},
                 cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True),
@@ -218,7 +218,7 @@ class Fixture:
         batch = CommonAttentionMetadata(
             query_start_loc=starts, query_start_loc_cpu=starts,
             seq_lens=(computed + lengths).int(), num_reqs=len(rows),
-            num_actual_tokens=tokens, max_query_len=int(lengths.max()), max_seq_len=64,
+            num_actual_tokens=tokens, max_query_len=int(lengths.max()), max_seq_len=256,
             block_table_tensor=torch.tensor(tables, dtype=torch.int32),
             slot_mapping=torch.zeros(tokens, dtype=torch.int64),
             is_prefilling=torch.tensor([first < prompt for _, _, first, _, prompt in rows]),

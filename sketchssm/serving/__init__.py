@@ -8,5 +8,6 @@ module       content
 `decoder`    the head of one layer, and its operations for the layer
 `inputs`     from a layer's activations to q, k, v, g and beta; `kernels` is the same on a GPU
 `plans`      the plans of a model, and the plan of a layer by the engine's name of it
+`recording`  calibration from the tokens that an engine serves
 ===========  ====================================================================================
 """

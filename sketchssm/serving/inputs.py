@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-__all__ = ["add_skip", "delta_inputs", "mamba_inputs", "normalised", "write_gates"]
+from sketchssm.arrays.gates import GateInput
+
+__all__ = ["add_skip", "convolved", "delta_inputs", "log_decays", "mamba_inputs", "normalised", "write_gates"]
 
 EPSILON = 1e-6
 """Added to the squared norms of queries and keys, as in the engines' kernels."""
@@ -65,3 +67,20 @@ def delta_inputs(
 def write_gates(b: torch.Tensor) -> torch.Tensor:
     """Write gates of kda: ``beta = sigmoid(b)`` in float32."""
     return b.float().sigmoid()
+
+
+def log_decays(raw: torch.Tensor, gate: GateInput) -> torch.Tensor:
+    """Log-decays of raw gates ``(tokens, heads, K)``, as `GateInput.log_decays` gives them."""
+    rate, bias = (torch.tensor(x, device=raw.device) for x in (gate.A_log[:, None], gate.dt_bias))
+    x = raw.double() + bias
+    return -rate.exp() * F.softplus(x) if gate.lower_bound is None else gate.lower_bound * (rate.exp() * x).sigmoid()
+
+
+def convolved(x: torch.Tensor, before: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Convolution and SiLU of tokens ``(tokens, channels)`` behind others ``(width - 1, channels)``.
+
+    `weight` is ``(channels, width)``.
+    """
+    line = torch.cat([before, x]).T.float()
+    out = F.conv1d(line, weight[:, None].float(), None if bias is None else bias.float(), groups=len(weight))
+    return F.silu(out.T).to(x.dtype)

@@ -5,13 +5,29 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from sketchssm.calibrate.calibration import FORMAT, Calibration
 from sketchssm.layer.recurrence import Layer
-from sketchssm.plans.model_plans import load_plans
+from sketchssm.plans import model_plans
+from sketchssm.plans.files import format_of
 from sketchssm.plans.plan import SketchPlan
 
 __all__ = ["load_plans", "plan_of", "sharded"]
 
 NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)(?=\.|$)")
+
+
+def load_plans(path: str, mean_rank: float | None = None, reduction: float | None = None) -> Mapping[str, SketchPlan]:
+    """Read plans of any form, or make them from the file of a calibration; by the names of their layers.
+
+    `mean_rank` (7 by default) or `reduction` is the budget of plans from a calibration, see `Calibration.plans`;
+    ValueError if one is given for plans that are made already.
+    """
+    if format_of(path) == FORMAT.name:
+        return Calibration.load(path).plans(7.0 if mean_rank is None else mean_rank, reduction)
+    for name, value in (("mean_rank", mean_rank), ("reduction", reduction)):
+        if value is not None:
+            raise ValueError(f"{name}: expected none, as {path} holds no calibration, got {value}")
+    return model_plans.load_plans(path)
 
 
 def plan_of(plans: Mapping[str, SketchPlan], prefix: str) -> SketchPlan:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -26,7 +26,9 @@ from sketchssm.layer.recurrence import Layer
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.serving.blocks import BlockLayout
 from sketchssm.serving.decoder import LayerDecoder, Recipe
+from sketchssm.serving.inputs import convolved
 from sketchssm.serving.plans import load_plans, plan_of, sharded
+from sketchssm.serving.recording import LayerRecord, Recording
 from sketchssm.vllm.metadata import BatchMetadata, with_heads
 from sketchssm.vllm.settings import EngineFacts, Settings, check_engine
 
@@ -44,19 +46,39 @@ def settings_of(vllm_config: Any) -> Settings | None:
 
 def side_bytes(vllm_config: Any) -> int:
     """Bytes (a multiple of 16) that the plugin adds to each block: the most that any layer of the model needs."""
-    layers = vllm_config.compilation_config.static_forward_context.values()
-    sizes = (layer.layout.bytes for layer in layers if isinstance(layer, HeadLayer) and layer.active)
+    sizes = (layer.layout.bytes for layer in heads_of(vllm_config) if layer.active)
     return max((-(-size // 16) * 16 for size in sizes), default=0)
+
+
+def heads_of(vllm_config: Any) -> list[Any]:
+    """Layers of the model that may have heads, in the order in which they were made."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    return [layer for layer in layers if isinstance(layer, HeadLayer)]
+
+
+def recording_of(vllm_config: Any, settings: Settings) -> Recording:
+    """Make the recording of an engine's process."""
+    assert settings.record is not None
+    parallel = vllm_config.parallel_config
+    tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    rank = get_pp_group().rank_in_group * tensor + get_tensor_model_parallel_rank()
+    model = vllm_config.model_config.architecture
+    tell = lambda words: logger.info("sketchssm: calibration: %s", words)  # noqa: E731
+    return Recording(
+        settings.record, model, settings.window, settings.tokens, settings.share, tell, rank, tensor * stages
+    )
 
 
 class HeadLayer(MambaBase):  # type: ignore[misc]
     """Common part of the layers of all kinds; before vLLM's layer among the base classes.
 
-    `decoder` is the layer's head on vLLM's pool; None until the pool exists.
+    `decoder` is the layer's head on vLLM's pool; None until the pool exists. `record` are the layer's sums, while a
+    calibration is recorded.
     """
 
     kind: str
     decoder: Any = None
+    record: LayerRecord | None = None
     _settings: Settings | None = None  # without settings the layer is as vLLM's own
     backend: str  # of heads
 
@@ -71,7 +93,7 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
         self._window = 1 if settings.system == "standard" else settings.window
         self._shares: list[Any] = [self.layer]
         if settings.system == "sketch":
-            plan = plan_of(plans_at(settings.plans), self.prefix)
+            plan = plan_of(plans_at(settings.plans, settings.mean_rank, settings.reduction), self.prefix)
             self._shares = sharded(plan, self.layer, self.prefix, self.tp_size)
             self._window = plan.window
         platform = current_platform.device_type
@@ -86,11 +108,15 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
                 config.kv_transfer_config is not None,
                 bool(config.parallel_config.enable_dbo),
                 bool(config.cache_config.use_replayssm),
+                settings.record is not None,
             )
         )
-        layers = config.compilation_config.static_forward_context.values()
-        self._ordinal = sum(isinstance(layer, HeadLayer) for layer in layers) - 1
+        others = heads_of(config)[:-1]
+        self._ordinal = len(others)
         self._share = self._shares[get_tensor_model_parallel_rank() % len(self._shares)]
+        if settings.record is not None and not config.parallel_config.data_parallel_rank:
+            recording = others[0].record.recording if others else recording_of(config, settings)
+            self.record = recording.layer(self.prefix, type(self).__bases__[-1].__name__, self.layer, self.gate)
 
     @property
     def active(self) -> bool:
@@ -172,7 +198,12 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
             logger.info("sketchssm: %s heads, %.1f%% of the states' bytes beside them", self.recipe.system, share)
         decoder = LayerDecoder(self.recipe, states, side if own.bytes else None, own)
         self.recipe.warm(decoder.head, states.device)
+        self._allocate(states.device)
         self.__dict__.update(decoder=decoder, _side=side, _measured=True)
+
+    def _allocate(self, device: torch.device) -> None:
+        if self.record is not None:
+            self.record.allocate(self.model_config.dtype, device)
 
     @property
     def _own_layout(self) -> BlockLayout:
@@ -198,13 +229,18 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
             # A head of one slot: vLLM then knows of the memory of kernels and plans.
             self.__dict__["_measured"] = head = self.recipe.head(1)
             self.recipe.warm(head, torch.device(current_platform.device_type))
+            self._allocate(torch.device(current_platform.device_type))
         return None
 
     @contextmanager
-    def _prefill(self, batch: BatchMetadata) -> Iterator[None]:
-        """Surround vLLM's own forward pass over the rows behind the decoding ones."""
+    def _prefill(self, batch: BatchMetadata, *given: Any) -> Iterator[None]:
+        """Surround vLLM's own forward pass over the rows behind the decoding ones.
+
+        `given` are all rows' inputs of the convolution and raw gates.
+        """
         decoder = self.decoder
         decoder.settle(batch.prefill)
+        self._add(batch, *given)
         found = get_forward_context().attn_metadata
         found[self.prefix] = batch.inner
         try:
@@ -212,6 +248,33 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
         finally:
             found[self.prefix] = batch
         decoder.adopt(batch.prefill)
+
+    def _add(self, batch: BatchMetadata, mixed: Any, *gates: Any) -> None:
+        """Add the tokens of some prefilled rows to the sums."""
+        for tokens, slot, begun in batch.chunks:
+            assert self.record is not None
+            with self.record.recording.working():
+                weight = self.conv_weight()
+                before = self._conv_states()[slot][0, :, : weight.shape[1] - 1].T
+                before, state = (before, self.kv_cache[1][slot]) if begun else (torch.zeros_like(before), None)
+                own = convolved(mixed[tokens], before.to(mixed), weight, self.conv1d.bias)
+                inputs = self.inputs(own, *(gate[tokens] for gate in gates))
+                self.record.add(inputs, state)
+
+    def _advance(self, tokens: tuple[Any, ...], batch: BatchMetadata, out: Any) -> None:
+        """Decode tokens ``q, k, v, g, beta``; outputs go to `out (tokens, heads, V)`."""
+        if batch.followed is not None:
+            assert self.record is not None
+            self.record.write(tokens, batch.followed)
+        self.decoder.decode(*tokens, batch.decode, out)
+
+    @abstractmethod
+    def inputs(self, mixed: Any, *gates: Any) -> tuple[Any, ...]:
+        """Convert tokens behind the convolution ``(tokens, channels)`` and raw gates to ``q, k, v, g, beta``."""
+
+    def _conv_states(self) -> Any:
+        """States of the convolution, ``(blocks, channels, width - 1 or more)``."""
+        return self.kv_cache[0] if is_conv_state_dim_first() else self.kv_cache[0].transpose(-1, -2)
 
     def conv_weight(self) -> Any:
         """Weights of the convolution, ``(channels, width)``."""
@@ -238,7 +301,6 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
     def _convolved(self, x: Any, activation: Any, batch: BatchMetadata, **others: Any) -> Any:
         """Convolution of the decoding rows."""
         rows: Any = batch.decode
-        state = self.kv_cache[0] if is_conv_state_dim_first() else self.kv_cache[0].transpose(-1, -2)
         drafts = {}
         if rows.lengths is not None:
             drafts = {
@@ -248,7 +310,7 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
             }
         return causal_conv1d_update(
             x,
-            state,
+            self._conv_states(),
             self.conv_weight(),
             self.conv1d.bias,
             activation,

@@ -11,7 +11,6 @@ from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from sketchssm.arrays.gates import GateInput
 from sketchssm.layer.recurrence import Layer
 from sketchssm.serving import inputs
-from sketchssm.serving.batches import DecodeRows
 from sketchssm.vllm.head_layer import HeadLayer
 from sketchssm.vllm.metadata import BatchMetadata
 
@@ -48,21 +47,31 @@ class HeadMamba2(HeadLayer):
             return
         n = batch.split.decode_tokens
         if batch.decode is not None:
-            self._decode(projected_states[:n], output[:n], batch, batch.decode)
+            self._decode(projected_states[:n], output[:n], batch)
         if batch.prefill is not None:
-            with self._prefill(batch):
+            with self._prefill(batch, *self._parts(projected_states)):
                 super().conv_ssm_forward(projected_states[n:], output[n:])
 
-    def _decode(self, projected: Any, output: Any, batch: BatchMetadata, rows: DecodeRows) -> None:
-        layer, n = self.recipe_layer, projected.shape[0]
-        mixed, dt = projected[:, self.tped_intermediate_size :].split([self.tped_conv_size, self.tped_dt_size], dim=-1)
-        x, k, q = self.split_hidden_states_B_C_fn(self._convolved(mixed, self.activation, batch))
-        x = x.view(n, layer.heads, layer.value_dim)
-        q, k = (y.view(n, layer.key_heads, layer.key_dim) for y in (q, k))
-        v, g = inputs.mamba_inputs(x, dt, self.A, self.dt_bias)
-        out = output.view(n, layer.heads, layer.value_dim)
-        self.decoder.decode(q, k, v, g, None, rows, out)
-        inputs.add_skip(out, x, self.D)
+    def _parts(self, projected: Any) -> Any:
+        """Inputs of the convolution, and raw steps."""
+        return projected[:, self.tped_intermediate_size :].split([self.tped_conv_size, self.tped_dt_size], dim=-1)
+
+    def _decode(self, projected: Any, output: Any, batch: BatchMetadata) -> None:
+        mixed, dt = self._parts(projected)
+        mixed = self._convolved(mixed, self.activation, batch)
+        out = output.view(len(mixed), self.recipe_layer.heads, -1)
+        self._advance(self.inputs(mixed, dt), batch, out)
+        inputs.add_skip(out, self._values(mixed), self.D)
+
+    def _values(self, mixed: Any) -> Any:
+        return self.split_hidden_states_B_C_fn(mixed)[0].view(len(mixed), self.recipe_layer.heads, -1)
+
+    def inputs(self, mixed: Any, *gates: Any) -> tuple[Any, ...]:
+        """Convert tokens behind the convolution, and raw steps."""
+        _, k, q = self.split_hidden_states_B_C_fn(mixed)
+        q, k = (y.view(len(mixed), -1, self.ssm_state_size) for y in (q, k))
+        v, g = inputs.mamba_inputs(self._values(mixed), gates[0], self.A, self.dt_bias)
+        return q, k, v, g, None
 
     @cached_property
     def recipe_layer(self) -> Layer:
@@ -98,20 +107,22 @@ class HeadGatedDeltaNet(HeadLayer):
             return
         n = batch.split.decode_tokens
         if batch.decode is not None:
-            self._decode(mixed_qkv[:n], b[:n], a[:n], core_attn_out[:n], batch, batch.decode)
+            mixed = self._convolved(mixed_qkv[:n], self.activation, batch)
+            self._advance(self.inputs(mixed, b[:n], a[:n]), batch, core_attn_out[:n])
         if batch.prefill is not None:
-            with self._prefill(batch):
+            with self._prefill(batch, mixed_qkv, b, a):
                 super()._forward_core(mixed_qkv[n:], b[n:], a[n:], core_attn_out[n:])
 
-    def _decode(self, mixed: Any, b: Any, a: Any, out: Any, batch: BatchMetadata, rows: DecodeRows) -> None:
+    def inputs(self, mixed: Any, *gates: Any) -> tuple[Any, ...]:
+        """Convert tokens behind the convolution, and raw write gates and decays."""
         n, keys, values = mixed.shape[0], self.key_dim // self.tp_size, self.value_dim // self.tp_size
-        mixed = self._convolved(mixed, self.activation, batch)
         q, k, v = mixed.split([keys, keys, values], dim=-1)
         q, k = inputs.normalised(*(x.view(n, -1, self.head_k_dim) for x in (q, k)))
+        b, a = gates
         g, beta = inputs.delta_inputs(a, b, self.A_log, self.dt_bias)
         if getattr(self, "allow_neg_eigval", False):
             beta = 2 * beta
-        self.decoder.decode(q, k, v.view(n, -1, self.head_v_dim), g, beta, rows, out)
+        return q, k, v.view(n, -1, self.head_v_dim), g, beta
 
 
 class HeadKimiDelta(HeadLayer):
@@ -148,18 +159,22 @@ class HeadKimiDelta(HeadLayer):
         n = batch.split.decode_tokens
         if batch.decode is not None:
             out = core_attn_out[0, :n]
-            self._decode(mixed_qkv[:n], g1[0, :n], beta[0, :n], out, batch, batch.decode)
+            self._decode(mixed_qkv[:n], g1[0, :n], beta[0, :n], out, batch)
             out.copy_(self.o_norm(out, g2[:n]))
         if batch.prefill is not None:
-            with self._prefill(batch):
+            with self._prefill(batch, mixed_qkv, g1[0], beta[0]):
                 super()._forward(mixed_qkv[n:], g1[:, n:], g2[n:], beta[:, n:], core_attn_out[:, n:])
 
-    def _decode(self, mixed: Any, raw: Any, b: Any, out: Any, batch: BatchMetadata, rows: DecodeRows) -> None:
+    def _decode(self, mixed: Any, raw: Any, b: Any, out: Any, batch: BatchMetadata) -> None:
         # The layer's compiled code may still use the memory of its arguments: the convolution has memory of its own.
         mixed = self._convolved(mixed, "silu", batch, out=torch.empty_like(mixed))
+        self._advance(self.inputs(mixed, raw, b), batch, out)
+
+    def inputs(self, mixed: Any, *gates: Any) -> tuple[Any, ...]:
+        """Convert tokens behind the convolution, and raw write gates; decays stay raw."""
         q, k, v = mixed.view(-1, 3, self.local_num_heads, self.head_dim).unbind(1)
         q, k = inputs.normalised(q, k)
-        self.decoder.decode(q, k, v, raw, inputs.write_gates(b), rows, out)
+        return q, k, v, gates[0], inputs.write_gates(gates[1])
 
 
 class HeadGlmDelta(HeadKimiDelta):
@@ -189,7 +204,7 @@ class HeadGlmDelta(HeadKimiDelta):
             return
         n = batch.split.decode_tokens
         if batch.decode is not None:
-            self._decode(qkv_proj_states[:n], g1[0, :n], beta[0, :n], core_attn_out[0, :n], batch, batch.decode)
+            self._decode(qkv_proj_states[:n], g1[0, :n], beta[0, :n], core_attn_out[0, :n], batch)
         if batch.prefill is not None:
-            with self._prefill(batch):
+            with self._prefill(batch, qkv_proj_states, g1[0], beta[0]):
                 above(qkv_proj_states[n:], g1[:, n:], beta[:, n:], core_attn_out[:, n:])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,6 +14,7 @@ import vllm
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
 from sketchssm.serving.batches import DecodeRows, KnownTokens, PrefillRows, RowBuffers, Split, moved_rows, split_rows
+from sketchssm.serving.recording import Followed
 from sketchssm.vllm import selfcheck
 from sketchssm.vllm.registry import tested
 
@@ -29,6 +32,9 @@ class BatchMetadata:
     prefill: PrefillRows | None  # rows that vLLM prefills
     inner: Any = None  # vLLM's own metadata of these rows
     seq_lens: Any = None  # tokens of each row's request after this step, on the device
+    counts: Any = None  # tokens of each row, and of its request before this step, on the host
+    followed: Followed | None = None  # rows that are followed while they decode, if a calibration is recorded
+    chunks: Any = ()  # prefilled rows that are recorded: their tokens, their slots, and whether they go on
 
 
 class HeadRows:
@@ -46,6 +52,7 @@ class HeadRows:
         most = vllm_config.scheduler_config.max_num_seqs
         captured = vllm_config.compilation_config.max_cudagraph_capture_size
         self._checked = tested(vllm.__version__)
+        self._followed, self._recording = Followed(device), True
         self._buffers = RowBuffers(max(most, captured or 0), self._drafts, device)
         self._known = KnownTokens()
 
@@ -66,7 +73,8 @@ class HeadRows:
         """
         if not self._checked and self._layers():
             self._checked = True  # at the first call, before there are requests
-            selfcheck.check(self._layers()[0], self, self.vllm_config)
+            with self._unrecorded():
+                selfcheck.check(self._layers()[0], self, self.vllm_config)
         batch = common_attn_metadata
         starts = batch.query_start_loc_cpu.numpy()
         lengths = np.diff(starts)
@@ -95,12 +103,15 @@ class HeadRows:
             inner = super().build(0, rows_behind(batch, split, lengths))  # type: ignore[misc]
             prefill = PrefillRows.behind(split, slots, accepted, blocks_passed(inner))
         begins = batch.query_start_loc[: n + 1] if self._drafts else None
-        return BatchMetadata(split, moved, decode, begins, prefill, inner, batch.seq_lens)
+        counts = lengths, computed
+        recorded = self._record(split, counts, slots, batch.block_table_tensor)
+        return BatchMetadata(split, moved, decode, begins, prefill, inner, batch.seq_lens, counts, *recorded)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> BatchMetadata:
         """Describe a batch of decoding rows for the capture of a graph."""
         lengths = torch.diff(common_attn_metadata.query_start_loc)
-        found = self.build(0, common_attn_metadata, lengths, (lengths - 1).cpu())
+        with self._unrecorded():
+            found = self.build(0, common_attn_metadata, lengths, (lengths - 1).cpu())
         if found.decode is None or found.decode.gather is not None or found.prefill is not None:
             raise RuntimeError("capture: expected rows of equally many tokens that all decode")
         return found
@@ -119,7 +130,55 @@ class HeadRows:
                 metadata.inner, blk_table[n:], slot_mapping[split.decode_tokens :]
             )
             prefill = PrefillRows.behind(split, slots, passed=blocks_passed(inner))
-        return BatchMetadata(split, metadata.moved, decode, None, prefill, inner, metadata.seq_lens)
+        counts = metadata.counts
+        recorded = self._record(split, counts, slots, blk_table)
+        return BatchMetadata(split, metadata.moved, decode, None, prefill, inner, metadata.seq_lens, counts, *recorded)
+
+    @contextmanager
+    def _unrecorded(self) -> Iterator[None]:
+        """Describe batches that are no requests', while the block runs."""
+        self._recording = False
+        try:
+            yield
+        finally:
+            self._recording = True
+
+    def _record(self, split: Split, counts: Any, slots: Any, table: Any) -> tuple[Followed | None, Any]:
+        """Let a calibration choose what is recorded of the batch."""
+        layers = self._layers()
+        record = layers[0].record if layers else None
+        if record is None:
+            return None, ()
+        if not self._recording:
+            return self._followed, ()
+        lengths, computed = counts
+        with record.recording.working():
+            choice = record.recording.choose(self, lengths, computed, split.decodes)
+            if choice.end or choice.drop:
+                found = self._followed.end()
+                for layer in layers if choice.end else ():
+                    layer.record.end(found)
+            if choice.begin is not None:
+                rows = torch.from_numpy(choice.begin).to(slots.device)
+                self._followed.begin(slots[rows], torch.from_numpy(computed[choice.begin]).to(slots.device))
+                for layer in layers:
+                    layer.record.begin(layer.kv_cache[1][slots[rows]])
+            if choice.follow:
+                single = np.arange(len(lengths)) < split.decodes * (lengths == 1)
+                own, single = (torch.from_numpy(x).to(slots.device) for x in (computed, single))
+                before = slots
+                if self._mode == "align":
+                    places = (own - 1).clamp(min=0) // self.kv_cache_spec.block_size
+                    before = table.gather(1, places[:, None])[:, 0]
+                # a state that begins to be followed is in its block of this step
+                self._followed.step(slots if choice.begin is not None else before, slots, own, single)
+        if not record.recording.active:  # the sums have refused tokens
+            return self._followed, ()
+        starts = np.cumsum(lengths) - lengths
+        return self._followed, [
+            (slice(starts[row], starts[row] + tokens), slots[row : row + 1].long(), begun)
+            for row, tokens, begun in choice.chunks
+        ]
 
     def _slots(self, table: Any, seq_lens: Any) -> Any:
         """Block of each row's state."""

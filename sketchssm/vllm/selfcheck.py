@@ -12,7 +12,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from sketchssm.reference.recurrence import run
 from sketchssm.serving.inputs import EPSILON
 
-__all__ = ["check", "draw", "recurrence"]
+__all__ = ["check", "draw", "recurrence", "tokens_of"]
 
 PROMPT, STEPS = 5, 3
 BLOCK = 1
@@ -38,8 +38,8 @@ def draw(layer: Any, tokens: int, generator: torch.Generator | None = None) -> d
     return {"mixed_qkv": mixed, **gates, "g2": random(tokens, shape.heads, shape.key_dim)}
 
 
-def recurrence(layer: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Outputs ``(tokens, heads, V)`` of a whole request, in float64; the norm within a layer in its own type."""
+def tokens_of(layer: Any, given: dict[str, torch.Tensor]) -> tuple[Any, ...]:
+    """Inputs ``q, k, v, g, beta (tokens, ...)`` of a whole request, in float64, and what mamba2 adds to outputs."""
     shape, double = layer.layer, {name: x.detach().double().cpu() for name, x in given.items()}
     keys, values = (shape.key_heads, shape.key_dim), (shape.heads, shape.value_dim)
     weight = layer.conv_weight().detach().double().cpu()
@@ -67,8 +67,13 @@ def recurrence(layer: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
             beta = double["b"].sigmoid() * (2 if getattr(layer, "allow_neg_eigval", False) else 1)
         else:
             g, beta = torch.from_numpy(layer.gate().log_decays(double["g1"][0].numpy())), double["beta"][0].sigmoid()
-    rows = (None if y is None else y.numpy()[None] for y in (q, k, v, g, beta))
-    out = torch.from_numpy(run(shape, *rows)[0][0]) + skip
+    return *(None if y is None else y.numpy() for y in (q, k, v, g, beta)), skip
+
+
+def recurrence(layer: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Outputs ``(tokens, heads, V)`` of a whole request, in float64; the norm within a layer in its own type."""
+    *tokens, skip = tokens_of(layer, given)
+    out = torch.from_numpy(run(layer.layer, *(None if y is None else y[None] for y in tokens))[0][0]) + skip
     if "g2" in given:
         out = layer.o_norm(out.to(given["g2"]), given["g2"]).double().cpu()
     return out

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from sketchssm.calibrate.allocation import check_mean_rank
+from sketchssm.layer.checks import check_number
+from sketchssm.layer.recurrence import check_integer, check_window
 from sketchssm.layer.slots import MAX_DRAFTS
 
-__all__ = ["KEY", "SYSTEMS", "VARIABLE", "EngineFacts", "Settings", "check_engine"]
+__all__ = ["KEY", "RECORD", "SYSTEMS", "VARIABLE", "EngineFacts", "Settings", "check_engine"]
 
 VARIABLE = "SKETCHSSM_VLLM"
 """Environment variable that switches the plugin on."""
@@ -19,42 +23,72 @@ KEY = "sketchssm"
 SYSTEMS = ("standard", "replay")
 """Words that stand for a system without plans."""
 
+RECORD = "record:"
+"""Before the path of a calibration to write."""
+
+SYSTEM_OF = {"window": ("replay", "record"), "mean_rank": ("sketch",), "reduction": ("sketch",), "tokens": ("record",),
+             "share": ("record",)}  # fmt: skip
+"""Fields that only some systems have."""
+
+WORDS = f"'standard', 'replay' or '{RECORD}FILE'"
+
 
 @dataclass(frozen=True)
 class Settings:
     """Settings of the plugin; wrong values are refused with a TypeError or ValueError."""
 
-    plans: str  # path of a model's plans, or "standard" or "replay" for exact heads in all layers
-    window: int = 16  # for "replay"; plans have their own windows
+    plans: str  # path of plans or a calibration, "standard" or "replay" for exact heads, or "record:FILE"
+    window: int = 16  # of "replay", and of a calibration that is recorded; plans have their own windows
     phases: bool = True  # whether heads have clocks: a layer's rows flush together, one layer in W at each step
+    mean_rank: float | None = None  # of plans from a calibration
+    reduction: float | None = None  # of plans with residuals from a calibration, in place of `mean_rank`
+    tokens: int = 65536  # of a calibration that is recorded
+    share: float = 0.05  # most of the engine's time that recording takes; 1 for all tokens
 
     def __post_init__(self) -> None:
         if not isinstance(self.plans, str):
-            raise TypeError(f"plans: expected a path, 'standard' or 'replay', got {type(self.plans).__name__}")
-        if not self.plans:
-            raise ValueError("plans: expected a path, 'standard' or 'replay', got an empty string")
-        if isinstance(self.window, bool) or not isinstance(self.window, int):
-            raise TypeError(f"window: expected an integer, got {type(self.window).__name__}")
-        if self.window != 16 and self.plans != "replay":
-            raise ValueError(f"window: expected none with plans={self.plans!r}, got {self.window}; only replay has it")
+            raise TypeError(f"plans: expected a path, {WORDS}, got {type(self.plans).__name__}")
+        if self.plans in ("", RECORD):
+            raise ValueError(f"plans: expected a path, {WORDS}, got {self.plans!r}")
         if not isinstance(self.phases, bool):
             raise TypeError(f"phases: expected True or False, got {type(self.phases).__name__}")
+        check_window(self.window, 1)
+        check_integer("tokens", self.tokens, 1024, 2**40)
+        check_number("share", self.share, "a number from 0.001 to 1", lambda x: 0.001 <= x <= 1)
+        if self.mean_rank is not None:
+            check_mean_rank(self.mean_rank)
+        if self.reduction is not None:
+            check_number("reduction", self.reduction, "a number of at least 1", lambda x: x >= 1)
+        kind = "record" if self.record else self.system
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default and kind not in SYSTEM_OF.get(field.name, (kind,)):
+                raise ValueError(f"{field.name}: expected none with plans={self.plans!r}, got {value}")
+        if None not in (self.mean_rank, self.reduction):
+            raise ValueError(f"mean_rank: expected none beside a reduction, got {self.mean_rank}")
+
+    @property
+    def record(self) -> str | None:
+        """Path of the calibration to record; None without."""
+        return self.plans.removeprefix(RECORD) if self.plans.startswith(RECORD) else None
 
     @property
     def system(self) -> str:
         """Which heads: "standard", "replay" or "sketch"."""
-        return self.plans if self.plans in SYSTEMS else "sketch"
+        return "standard" if self.record else self.plans if self.plans in SYSTEMS else "sketch"
 
     @classmethod
     def find(cls, environment: Mapping[str, str], additional: Any) -> Settings | None:
         """Read the settings of an engine; None if neither environment nor `additional_config` switches the plugin on.
 
         In vLLM's ``additional_config``, which has precedence, the value of `KEY` is `plans`, or a mapping with all
-        fields.
+        fields; in the environment such a mapping is in JSON.
         """
         given = additional.get(KEY) if isinstance(additional, Mapping) else None
         if given is None:
             given = environment.get(VARIABLE) or None
+            if given is not None and given.startswith("{"):
+                given = json.loads(given)
         if given is None:
             return None
         if not isinstance(given, Mapping):
@@ -80,6 +114,7 @@ class EngineFacts:
     transfers: bool = False  # whether states go to other engines (vLLM's kv_transfer_config)
     microbatches: bool = False  # whether a step is split into microbatches (dual batch overlap)
     own_replay: bool = False  # whether vLLM's own layers keep rings (use_replayssm)
+    recording: bool = False  # whether a calibration is recorded
 
 
 def check_engine(facts: EngineFacts) -> None:
@@ -96,6 +131,10 @@ def check_engine(facts: EngineFacts) -> None:
         raise ValueError("enable_dbo: expected False, as the plugin does not split batches, got True")
     if not facts.drafts:
         return
+    if facts.recording:
+        raise ValueError(
+            f"speculative_config: expected None while a calibration is recorded, got {facts.drafts} draft tokens"
+        )
     if facts.platform == "cpu":
         raise ValueError(
             f"speculative_config: expected None, as vLLM's convolution on a CPU takes no drafts, got {facts.drafts} "

@@ -1,0 +1,326 @@
+"""Calibration from the tokens that an engine serves: bases from some tokens, then rank scores from others.
+
+A `Recording` chooses at each step what is added to the sums of all layers: chunks of prefills, and rows that are
+followed for some tokens while they decode. A chunk or a followed row begins at the exact state in its slot, so it may
+begin anywhere in a request. The time of all this is limited to a share of the engine's.
+
+Decode steps may run in captured graphs. There, each layer copies the tokens of followed rows to a tape at a fixed
+address. `Followed` has the tokens' rows and places, which it finds on the device: only the blocks tell which request
+a row is of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sketchssm.arrays.gates import GateInput
+from sketchssm.calibrate.basis import fit_basis
+from sketchssm.calibrate.calibration import Calibration, LayerCalibration, StoredBasis
+from sketchssm.calibrate.distributed import join_shards
+from sketchssm.calibrate.moments import Moments
+from sketchssm.calibrate.scores import RankScores
+from sketchssm.calibrate.windows import Carry
+from sketchssm.cuda import MAX_RANK
+from sketchssm.layer.recurrence import Layer
+from sketchssm.plans.model_plans import LayerFingerprint, ModelFingerprint
+from sketchssm.serving.inputs import log_decays
+
+__all__ = ["Choice", "Chunk", "Followed", "LayerRecord", "Recording"]
+
+ROWS, STEPS = 4, 64
+"""Rows that are followed at once, and tokens of each."""
+
+CHUNK = 1024
+"""Most tokens of a chunk that are added."""
+
+SCORED = 8
+"""Moments take so many times more tokens than scores."""
+
+IDLE = 1.0
+"""Longest time in seconds from one step to the next that counts as the engine's."""
+
+
+class Chunk(NamedTuple):
+    """Tokens of a row that is prefilled."""
+
+    row: int
+    tokens: int
+    begun: bool  # whether there are tokens of the request before
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What of a step's batch is added to the sums."""
+
+    chunks: tuple[Chunk, ...] = ()
+    begin: npt.NDArray[Any] | None = None  # decoding rows that are followed from this step on
+    follow: bool = False  # whether rows are followed
+    end: bool = False  # whether the rows followed before this step are added
+    drop: bool = False  # whether they are left out
+
+
+class Followed:
+    """Rows of one group of layers that are followed while they decode; all arrays are on the device.
+
+    `sources (ROWS,)` are rows of the batch, and `places (ROWS,)` their tokens' places on the tape; the last place of a
+    tape is for rows that are not there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.sources, self._blocks, self._starts, self._counts = (
+            torch.zeros(ROWS, dtype=torch.int64, device=device) for _ in range(4)
+        )
+        self._lanes = torch.arange(ROWS, device=device)
+        self.places = torch.full_like(self.sources, ROWS * STEPS)
+
+    def begin(self, blocks: torch.Tensor, computed: torch.Tensor) -> None:
+        """Follow rows with `computed` tokens, whose states are in some blocks."""
+        for mine, given, rest in ((self._blocks, blocks, -1), (self._starts, computed, 0)):
+            mine.fill_(rest)
+            mine[: len(given)] = given.to(mine)
+        self._counts.zero_()
+
+    def step(self, before: torch.Tensor, after: torch.Tensor, computed: torch.Tensor, single: torch.Tensor) -> None:
+        """Find the rows in a batch by the block of each row's state before and after the step.
+
+        `computed (rows,)` are tokens before the step, and `single` tells rows of one token that decode. If a row has
+        another number of tokens behind a state in the block, or another row's state goes there, the request has ended.
+        """
+        before, after = before.to(self._blocks), after.to(self._blocks)
+        there = before == self._blocks[:, None]
+        row = there.to(torch.uint8).argmax(1)
+        next = there.any(1) & single[row] & (computed[row] == self._starts + self._counts)
+        taken = (there | (after == self._blocks[:, None])).any(1)
+        self._blocks.copy_(torch.where(next, after[row], self._blocks.masked_fill(taken, -1)))
+        self.sources.copy_(row.masked_fill(~next, 0))
+        self.places.copy_(torch.where(next, self._lanes * STEPS + self._counts, ROWS * STEPS))
+        self._counts += next
+
+    def end(self) -> list[int]:
+        """Follow none from now on; tokens of each row that were followed."""
+        self._blocks.fill_(-1)
+        self.sources.zero_()
+        self.places.fill_(ROWS * STEPS)
+        return self._counts.tolist()
+
+
+class LayerRecord:
+    """Sums of one layer. `gate` gives the parameters of raw gates, if the layer's head takes such."""
+
+    basis: StoredBasis  # once there are enough moments
+
+    def __init__(
+        self, recording: Recording, name: str, module: str, layer: Layer, gate: Callable[[], GateInput | None]
+    ) -> None:
+        self.recording, self.name, self.module, self.layer, self._gate = recording, name, module, layer, gate
+        self.sums: Moments | RankScores = Moments(layer, window=recording.window)
+        self.tokens = 0  # of the sums
+        self._tape: list[torch.Tensor] = []
+        self._states: Any = None
+
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate the tape, for queries, keys and values of a type."""
+        if not self._tape:
+            self._tape = [
+                torch.zeros(ROWS * STEPS + 1, *shape, dtype=dtype if name in "qkv" else torch.float32, device=device)
+                for name, shape in self.layer.token_shapes().items()
+            ]
+
+    def write(self, tokens: Sequence[torch.Tensor | None], followed: Followed) -> None:
+        """Copy the tokens ``(tokens, ...)`` of followed rows to the tape."""
+        for tape, x in zip(self._tape, tokens, strict=False):
+            if x is not None:
+                tape.index_copy_(0, followed.places, x.index_select(0, followed.sources).to(tape.dtype))
+
+    def begin(self, states: torch.Tensor) -> None:
+        """Take the states ``(rows, heads, V, K)`` of rows that are followed from now on."""
+        self._states = states.float()
+
+    def end(self, counts: list[int]) -> None:
+        """Add the tokens of the followed rows."""
+        for i, count in enumerate(counts[: len(self._states)]):
+            if count:
+                self.add([x[i * STEPS : i * STEPS + count] for x in self._tape], self._states[i : i + 1])
+        self._states = None
+
+    def add(self, tokens: Sequence[torch.Tensor | None], state: torch.Tensor | None) -> None:
+        """Add tokens ``(tokens, ...)`` of one row behind a state ``(1, heads, V, K)``; None for a zero state."""
+        q, k, v, g, beta = (*tokens, None)[:5]
+        gate = self._gate()
+        if gate is not None:
+            g = log_decays(g, gate)
+        given = (None if x is None else x[None].float() for x in (q, k, v, g, beta))
+        self.sums.update(*given, carry=None if state is None else Carry(state.float()))
+        self.tokens += len(v)  # type: ignore[arg-type]
+
+
+class Recording:
+    """Calibration of all layers of one process of an engine; a file is written at the end.
+
+    Parameters
+    ----------
+    path : str
+        Where the calibration is written. Each of `world` processes writes its part beside it, and the last process
+        puts the parts together.
+    model : str
+        Class of the model.
+    window : int
+        Tokens of a window.
+    tokens : int
+        Tokens for the moments; an eighth more are scored.
+    share : float
+        Most of the engine's time that is spent; with 1, all chunks are added, and as many rows as can be followed.
+    tell : callable
+        Is given a line for the log at each stage.
+    rank, world : int
+        This process, and the processes that hold the model's layers and heads.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        model: str,
+        window: int,
+        tokens: int,
+        share: float,
+        tell: Callable[[str], None],
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        self._path, self._model, self._tell, self._rank, self._world = Path(path), model, tell, rank, world
+        self.window, self._tokens, self._share = window, tokens, share
+        self._layers: dict[str, LayerRecord] = {}
+        self.active = True
+        self._need, self._next = tokens, self._fit
+        self._task = Future[None]()
+        self._task.set_result(None)
+        self._pool = ThreadPoolExecutor(1, "sketchssm")
+        self._random = np.random.default_rng(0)
+        self._asked: set[Any] = set()
+        self._choice = Choice()
+        self._last, self._credit = perf_counter(), 0.0
+        self._served, self._taken = np.zeros(2), np.zeros(2)  # tokens that decode, tokens of prefills
+        self._steps = -1  # since rows are followed; -1 for none
+        self._part(rank).unlink(missing_ok=True)
+
+    def layer(self, name: str, module: str, layer: Layer, gate: Callable[[], GateInput | None]) -> LayerRecord:
+        """Sums of one more layer, of a class `module`."""
+        self._layers[name] = LayerRecord(self, name, module, layer, gate)
+        return self._layers[name]
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Count the time of what runs within; input that sums refuse ends the recording, not the engine."""
+        start = perf_counter()
+        try:
+            yield
+        except ValueError as error:
+            self._finish(f"ended without a calibration: {error}")
+        finally:
+            self._credit -= perf_counter() - start
+
+    def choose(self, group: Any, lengths: npt.NDArray[Any], computed: npt.NDArray[Any], decodes: int) -> Choice:
+        """Choose what is added of a step's batch. Each group of layers asks once a step, and gets the same answer.
+
+        `lengths` and `computed` are as of `sketchssm.serving.batches.split_rows`; the first `decodes` rows decode.
+        """
+        if group in self._asked:
+            self._asked.clear()
+        if not self._asked:
+            self._choice = self._chosen(lengths, computed, decodes)
+        self._asked.add(group)
+        return self._choice
+
+    def _chosen(self, lengths: npt.NDArray[Any], computed: npt.NDArray[Any], decodes: int) -> Choice:
+        now = perf_counter()
+        self._credit += self._share * min(now - self._last, IDLE)
+        self._last = now
+        if not self._collecting():
+            dropped, self._steps = self._steps >= 0, -1
+            return Choice(drop=dropped)
+        self._served += lengths[:decodes].sum(), lengths[decodes:].sum()
+        end = self._steps == STEPS
+        if end:
+            self._steps = -1
+        every = self._share >= 1
+        chunks: tuple[Chunk, ...] = ()
+        begin = None
+        if every or self._credit > 0:
+            decoding = self._taken[0] * self._served[1] <= self._taken[1] * self._served[0]
+            rows = np.flatnonzero((lengths[:decodes] == 1) & (computed[:decodes] >= self.window))
+            if (every or decoding) and rows.size and self._steps < 0:
+                begin = rows[:ROWS] if every else self._random.permutation(rows)[:ROWS]
+                self._steps = 0
+                self._taken[0] += len(begin) * STEPS
+            behind = decodes + np.flatnonzero(lengths[decodes:])
+            if every or not decoding:
+                picked = behind if every else self._random.permutation(behind)[:1]
+                chunks = tuple(Chunk(int(i), min(int(lengths[i]), CHUNK), bool(computed[i])) for i in picked)
+                self._taken[1] += sum(chunk.tokens for chunk in chunks)
+        if self._steps >= 0:
+            self._steps += 1
+        return Choice(chunks, begin, self._steps > 0, end)
+
+    def _collecting(self) -> bool:
+        """Whether tokens are added at this step; goes on to the next stage when there are enough."""
+        if not self.active or not self._task.done():
+            return False
+        if min(record.tokens for record in self._layers.values()) < self._need:
+            return True
+        self._task = self._pool.submit(self._run, self._next)
+        return False
+
+    def wait(self) -> None:
+        """Wait until bases are fitted, or files written, if this has begun."""
+        self._task.result()
+
+    def _run(self, stage: Callable[[], None]) -> None:
+        try:
+            stage()
+        except Exception as error:  # in a thread of its own, where nobody sees it
+            self._finish(f"ended without a calibration: {error}")
+
+    def _finish(self, words: str) -> None:
+        self.active = False
+        self._tell(words)
+        self._pool.shutdown(wait=False)
+
+    def _fit(self) -> None:
+        self._tell(f"fitting bases to {self._need} tokens")
+        records = self._layers.values()
+        every: Any = [record.sums for record in records]
+        bases = [fit_basis(sums, min(MAX_RANK, sums.layer.key_dim, sums.layer.value_dim)) for sums in every]
+        for record, basis in zip(records, bases, strict=True):
+            record.basis = StoredBasis.of(basis)
+            record.sums, record.tokens = RankScores(basis), 0
+        self._need, self._next = self._tokens // SCORED, self._write
+
+    def _write(self) -> None:
+        records: dict[str, Any] = self._layers
+        layers = {name: LayerCalibration(record.basis, record.sums) for name, record in records.items()}
+        names = {name: LayerFingerprint(record.module, record.layer, "") for name, record in records.items()}
+        own = Calibration(layers, ModelFingerprint(self._model, names), self._tokens + self._need)
+        if self._world > 1:
+            own.save(self._part(self._rank))
+            parts = [self._part(rank) for rank in range(self._world)]
+            if not all(part.exists() for part in parts):
+                self._finish(f"wrote {self._part(self._rank)}; the last process puts the parts together")
+                return
+            own = join_shards([Calibration.load(part) for part in parts])
+            for part in parts:
+                part.unlink(missing_ok=True)
+        own.save(self._path)
+        self._finish(f"wrote {self._path}")
+
+    def _part(self, rank: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.{rank}-of-{self._world}")

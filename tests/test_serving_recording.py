@@ -1,0 +1,172 @@
+"""Calibration from served tokens: which rows are followed and added, how much, files of several processes."""
+
+import itertools
+
+import numpy as np
+import pytest
+from samples import LAYERS, at, gate_of, raw_of, tokens_of
+
+torch = pytest.importorskip("torch")
+
+import sketchssm as ss  # noqa: E402
+from sketchssm.serving import recording  # noqa: E402
+from sketchssm.serving.inputs import log_decays  # noqa: E402
+from sketchssm.serving.recording import ROWS, STEPS, Chunk, Followed, Recording  # noqa: E402
+
+BLOCK = 8
+
+
+def simulate(moving, seed):
+    """Steps in which requests join, pause, leave, and leave their blocks to others; the tape of followed rows.
+
+    A token is its request's number and its place there. With `moving`, states are in another block every 8 tokens, and
+    requests may begin from the block of another.
+    """
+    rng, followed = np.random.default_rng(seed), Followed(torch.device("cpu"))
+    tape = torch.zeros(ROWS * STEPS + 1, 2, dtype=torch.int64)
+    free, begun, names = list(range(1, 300)), [], itertools.count()
+    requests = {next(names): [int(rng.integers(1, 30)), [free.pop(0)]] for _ in range(8)}
+    for step in range(STEPS):
+        rows = [name for name in requests if rng.random() < 0.97]
+        rng.shuffle(rows)
+        new = [next(names) for _ in range(8 - len(requests))]
+        for name in new:
+            parents = [state for state in requests.values() if state[0] % BLOCK == 0]
+            resumed = moving and parents and rng.random() < 0.5
+            requests[name] = [parents[0][0], parents[0][1][-1:]] if resumed else [0, [0]]
+        rows += new
+        computed = np.array([requests[name][0] for name in rows])
+        before = torch.tensor([requests[name][1][-1] for name in rows], dtype=torch.int32)
+        for name in rows:
+            if requests[name][0] == 0 or (moving and requests[name][0] % BLOCK == 0):
+                requests[name][1].append(free.pop(0))
+        after = torch.tensor([requests[name][1][-1] for name in rows], dtype=torch.int32)
+        before = before if moving else after
+        single = np.arange(len(rows)) < len(rows) - len(new)
+        if step == 0:
+            begun = [(rows[i], computed[i]) for i in range(ROWS)]
+            followed.begin(after[:ROWS], torch.from_numpy(computed[:ROWS]))
+            before = after
+        followed.step(before, after, torch.from_numpy(computed), torch.from_numpy(single))
+        x = torch.tensor([[name, requests[name][0]] for name in rows])
+        tape.index_copy_(0, followed.places, x.index_select(0, followed.sources))
+        for name, alone in zip(rows, single, strict=True):
+            requests[name][0] += 1 if alone else int(rng.integers(1, 50))
+            if rng.random() < 0.02 and name != begun[0][0]:
+                free.insert(0, requests.pop(name)[1][-1])  # used again at once
+    counts = enumerate(followed.end())
+    return [(*begun[i], count, tape[i * STEPS : i * STEPS + count]) for i, count in counts]
+
+
+@pytest.mark.parametrize("moving", (False, True))
+def test_followed_rows_are_one_request_s(moving):
+    """In forty runs, with rows that pause, end, and whose blocks are used again."""
+    found = [row for seed in range(40) for row in simulate(moving, seed)]
+    for name, start, count, tape in found:
+        assert tape[:, 0].tolist() == [name] * count
+        assert tape[:, 1].tolist() == list(range(start, start + count))
+    counts = [count for _, _, count, _ in found]
+    assert max(counts) > STEPS - 10
+    assert min(counts) < STEPS // 2
+
+
+def recorder(path, layers=LAYERS, tokens=320, share=1.0, **others):
+    lines = []
+    made = Recording(str(path), "Model", 8, tokens, share, lines.append, **others)
+    records = {name: made.layer(name, "Mixer", layer, lambda: None) for name, layer in layers.items()}
+    return made, records, lines
+
+
+def serve(made, records, tokens, first, rows, group="g"):
+    """One step in which rows are prefilled; chunks that are chosen are added."""
+    lengths, computed = np.array([n for _, n in rows]), np.array([begun for begun, _ in rows])
+    choice = made.choose(group, lengths, computed, 0)
+    with made.working():
+        for chunk in choice.chunks:
+            for name, record in records.items():
+                own = at(tokens[name], np.s_[0, first : first + chunk.tokens])
+                record.add([torch.from_numpy(x) for x in own if x is not None], None)
+    return choice
+
+
+def test_shares_of_processes_are_joined(rng, tmp_path):
+    """Two processes with half of the heads each write what one process with all heads writes."""
+    layers = {kind: LAYERS[kind] for kind in ("mamba2", "gdn", "kda")}
+    tokens = {name: tokens_of(rng, layer, 1, 400) for name, layer in layers.items()}
+
+    def record(path, **process):
+        rank, world = process.get("rank", 0), process.get("world", 1)
+        made, records, lines = recorder(path, {n: layer.shard(rank, world) for n, layer in layers.items()}, **process)
+        mine = {}
+        for name, layer in layers.items():
+            heads, keys = layer.shard_heads(rank, world)
+            own = tokens[name]
+            parts = (own.q[:, :, keys], own.k[:, :, keys], *(None if x is None else x[:, :, heads] for x in own[2:]))
+            mine[name] = type(own)(*(None if x is None else np.ascontiguousarray(x) for x in parts))
+        for first in (0, 320, 360):  # the last step has enough tokens
+            serve(made, records, mine, first, [(0, 320 if not first else 40)])
+            made.wait()
+        serve(made, records, mine, 0, [(0, 8)])
+        made.wait()
+        return lines
+
+    record(tmp_path / "whole")
+    paths = [tmp_path / f"half.{rank}-of-2" for rank in range(2)]
+    assert (
+        record(tmp_path / "half", rank=0, world=2)[-1] == f"wrote {paths[0]}; the last process puts the parts together"
+    )
+    assert paths[0].exists()
+    assert record(tmp_path / "half", rank=1, world=2)[-1] == f"wrote {tmp_path / 'half'}"
+    assert not any(path.exists() for path in paths)
+    whole, half = (ss.Calibration.load(tmp_path / name) for name in ("whole", "half"))
+    assert half.fingerprint == whole.fingerprint
+    assert half.tokens == whole.tokens == 360
+    one, other = (calibration.plans(mean_rank=2) for calibration in (whole, half))
+    assert one.allocation.method == "error"
+    for name, plan in one.items():
+        assert np.array_equal(plan.ranks, other[name].ranks)
+        # float32 sums of blocks of other sizes, of some hundred tokens
+        assert np.allclose(half.layers[name].ranks.retained, whole.layers[name].ranks.retained, atol=1e-4)
+
+
+def test_a_share_of_the_time(rng, tmp_path, monkeypatch):
+    """The clock of a test: steps take 0.1 s, and adding a chunk takes 0.4 s. Tokens that decode and tokens of prefills
+    are recorded in the proportion in which they are served.
+    """
+    now = 0.0
+    monkeypatch.setattr(recording, "perf_counter", lambda: now)
+    made, _, _ = recorder(tmp_path / "x", tokens=10**6, share=0.1)
+    lengths, computed = np.array([1] * 300 + [3000, 20]), np.array([9, 4] * 150 + [0, 10])
+    chunks, follows = 0, 0
+    for step in range(4000):
+        now += 0.1 if step != 2000 else 1e6  # an idle night
+        choice = made.choose("g", lengths, computed, 300)
+        assert made.choose("other", np.zeros(0), np.zeros(0), 0) is choice
+        assert choice.begin is None or (len(choice.begin) == ROWS and not any(choice.begin % 2))
+        with made.working():
+            now += 0.4 * (len(choice.chunks) + choice.end)
+        assert set(choice.chunks) <= {Chunk(300, recording.CHUNK, False), Chunk(301, 20, True)}
+        chunks, follows = chunks + len(choice.chunks), follows + choice.end
+    spent, served = 0.4 * (chunks + follows), 400 + 0.4 * (chunks + follows)
+    assert 0.09 < spent / served < 0.11
+    taken = made._taken / made._served
+    assert 0.8 < taken[0] / taken[1] < 1.25
+
+
+def test_input_that_sums_refuse_ends_the_recording(rng, tmp_path):
+    layers = {"gdn": LAYERS["gdn"]}
+    made, records, lines = recorder(tmp_path / "x", layers)
+    tokens = {"gdn": tokens_of(rng, LAYERS["gdn"], 1, 40)}
+    tokens["gdn"].g[0, 3, 1] = np.nan
+    assert serve(made, records, tokens, 0, [(0, 40)]).chunks
+    assert lines == [f"ended without a calibration: {lines[0].partition(': ')[2]}"]
+    assert "g: expected" in lines[0]
+    assert not made.active
+    assert not serve(made, records, tokens, 0, [(0, 40)]).chunks
+
+
+@pytest.mark.parametrize("bound", (None, -5.0))
+def test_log_decays_of_raw_gates(rng, bound):
+    gate, raw = gate_of(rng, LAYERS["kda"], bound), raw_of(rng, LAYERS["kda"], 1, 20)[0]
+    found = log_decays(torch.from_numpy(raw), gate)
+    assert np.allclose(found, gate.log_decays(raw), rtol=1e-8)  # softplus of PyTorch: exact to 2e-9
