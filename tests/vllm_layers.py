@@ -2,8 +2,9 @@
 where vLLM can be.
 """
 
+import sys
 import warnings
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -11,16 +12,28 @@ from samples import LAYERS
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    import vllm
     from vllm.forward_context import ForwardContext, override_forward_context
     from vllm.model_executor.layers.mamba import mamba_mixer2
-    from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn, qwen_gdn_linear_attn
+    from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn, olmo_gdn_linear_attn, qwen_gdn_linear_attn
+    from vllm.model_executor.models import bailing_moe_v3
+    from vllm.models.kimi_k3.nvidia import kda as kimi_k3
+    from vllm.models.kimi_k3.nvidia import kda_metadata
     from vllm.models.kimi_k3.nvidia.ops.third_party import kda
     from vllm.utils import torch_utils
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.attention.backends import gdn_attn, mamba_attn
+    from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
+
+    # GLM's package imports its model, which needs torchvision.
+    package = ModuleType("vllm.models.glm5next")
+    package.__path__ = [f"{vllm.__path__[0]}/models/glm5next"]
+    sys.modules[package.__name__] = package
+    from vllm.models.glm5next.common import kda as glm5next
 
     from sketchssm.vllm import head_layer, layers, registry, selfcheck
 
+from sketchssm.layer.recurrence import Layer
 from sketchssm.reference.recurrence import run
 from sketchssm.serving.decoder import Recipe
 from sketchssm.vllm.settings import Settings
@@ -95,7 +108,14 @@ CLASSES = {
     "mamba2": mamba_mixer2.MambaMixer2,
     "gdn": qwen_gdn_linear_attn.QwenGatedDeltaNetAttention,
     "kda": kimi_gdn_linear_attn.KimiGatedDeltaNetAttention,
+    "gdn-olmo": olmo_gdn_linear_attn.OlmoHybridGatedDeltaNetAttention,
+    "kda-k3": kimi_k3.KimiK3DeltaAttention,
+    "kda-glm": glm5next.Glm5NextLinearAttention,
+    "kda-bailing": bailing_moe_v3.BailingMoeV3KimiDeltaAttention,
 }
+"""One layer of each class with heads; a name begins with the kind."""
+MODULES = (mamba_mixer2, qwen_gdn_linear_attn, kimi_gdn_linear_attn, olmo_gdn_linear_attn, kimi_k3, glm5next,
+           bailing_moe_v3)  # fmt: skip
 
 
 def forward_context(metadata, config=None):
@@ -114,25 +134,34 @@ def with_heads(layer):
 class Fixture:
     """One layer with its pool and builder, and how to run a batch through the layer."""
 
-    def __init__(self, kind, system, generator, drafts=0, mode="none"):
+    def __init__(self, name, system, generator, drafts=0, mode="none"):
+        kind = name[:6] if name == "mamba2" else name[:3]
         self.kind, self.layer = kind, LAYERS[kind] if kind != "kda" else replace_keys(LAYERS[kind])
         shape = self.layer
         self.generator = generator
         self.random = lambda *size: torch.randn(*size, generator=generator)
-        own = with_heads(CLASSES[kind])
+        own = with_heads(CLASSES[name])
         module = torch.nn.Module.__new__(own)
         torch.nn.Module.__init__(module)
         heads, keys, k_dim, v_dim = shape.heads, shape.key_heads, shape.key_dim, shape.value_dim
         channels = 2 * keys * k_dim + heads * v_dim
         weight = self.random(channels, 1, WIDTH) / 2
+        convolutions = [SimpleNamespace(weight=x, bias=None) for x in weight.chunk(3)]
+        bound = -5.0 if system == "replay" or name in ("kda-glm", "kda-bailing") else None
         vars(module).update(
+            kda_prefill_backend="triton", kda_decode_backend="triton", kda_spec_decode_backend="triton",
+            decode_conv1d_weight=None, decode_norm_weight=None, use_recoverssm=False,
+            allow_neg_eigval=name == "gdn-olmo",
+            q_conv1d=convolutions[0], k_conv1d=convolutions[1], v_conv1d=convolutions[2], _merged_conv_weight=None,
+            kda_safe_gate=True, kda_lower_bound=bound, safe_gate=True, lower_bound=bound, _conv_state_dim_first=False,
             prefix="model.layers.0.mixer", tp_size=1, backend="reference", activation="silu",
             _drafts=drafts, _ordinal=0,
             _settings=Settings(system), _window=1 if system == "standard" else 16, _shares=[shape], _share=shape,
             model_config=SimpleNamespace(dtype=torch.float32), num_spec=0, enable_packed_recurrent_decode=False,
             cache_config=SimpleNamespace(
                 mamba_block_size=BLOCK, mamba_cache_mode=mode, mamba_page_size_padded=None, use_replayssm=False,
-                replayssm_buffer_len=None, hash_block_size=None, cache_hit_alignment_tokens=None,
+                use_kda_recoverssm=False, replayssm_buffer_len=None, hash_block_size=None,
+                cache_hit_alignment_tokens=None,
             ),
             use_replayssm=False, mamba_config=SimpleNamespace(backend=None), _checkpoint_alignment=None,
             num_heads=heads, ssm_state_size=k_dim, head_dim=v_dim if kind == "mamba2" else k_dim, n_groups=keys,
@@ -140,7 +169,7 @@ class Fixture:
             key_dim=keys * k_dim, value_dim=heads * v_dim, tped_intermediate_size=heads * v_dim,
             tped_conv_size=channels, tped_dt_size=heads, conv1d=SimpleNamespace(weight=weight, bias=None),
             conv_weights=weight[:, 0], local_projection_size=heads * k_dim,
-            o_norm=lambda out, gate: out * gate.sigmoid(), gate_lower_bound=-5.0 if system == "replay" else None,
+            o_norm=lambda out, gate: out * gate.sigmoid(), gate_lower_bound=bound,
             A=-torch.rand(heads, generator=generator), A_log=torch.rand(heads, generator=generator).log(),
             D=self.random(heads), is_blackwell=False, num_accepted_tokens=None,
             dt_bias=self.random(heads * k_dim if kind == "kda" else heads),
@@ -148,7 +177,7 @@ class Fixture:
             get_state_shape=lambda: ((WIDTH - 1 + drafts, channels), shape.state_shape),
             get_state_dtype=lambda: (torch.float32, torch.float64),
         )  # fmt: skip
-        if kind == "gdn":
+        if name == "gdn":
             module.__dict__["chunk_gated_delta_rule"] = self._chunk_gdn
         # Heads that compute in float64 keep their states in float64, which is no type of states elsewhere.
         gate = own.gate(module)
@@ -163,7 +192,7 @@ class Fixture:
         )
         config = SimpleNamespace(
             num_speculative_tokens=drafts, speculative_config=speculative, additional_config={},
-            cache_config=module.cache_config, mamba_config=module.mamba_config, use_v2_model_runner=False,
+            cache_config=module.cache_config, mamba_config=module.mamba_config, use_v2_model_runner=name == "kda-k3",
             num_hash_lookahead_tokens=0, scheduler_config=SimpleNamespace(max_num_seqs=8),
             parallel_config=SimpleNamespace(decode_context_parallel_size=1),
             model_config=SimpleNamespace(get_mamba_chunk_size=lambda: 4, max_model_len=256),
@@ -224,6 +253,10 @@ class Fixture:
             is_prefilling=torch.tensor([first < prompt for _, _, first, _, prompt in rows]),
             seq_lens_cpu_upper_bound=(computed + lengths).int(),
         )  # fmt: skip
+        if self.config.use_v2_model_runner and self.module.cache_config.mamba_cache_mode == "align":
+            spec = self.builder.kv_cache_spec  # as the V2 runner does, for builders that want it
+            blocks = mamba_get_block_table_tensor(batch.block_table_tensor, batch.seq_lens, spec, "align")
+            self.builder.mamba_aligned_state_indices = blocks
         counts = [None if x is None else torch.tensor(x, dtype=torch.int32) for x in (accepted, drafted)]
         meta = self.builder.build(0, batch, *counts)
         axis = {name: 1 if x.shape[0] == 1 and x.ndim > 2 else 0 for name, x in rows[0][0].items()}
@@ -269,19 +302,47 @@ def patched(monkeypatch):
         out, last = scan(layer, q, k, v[0], decays(module, raw_g[0]), beta, initial_state, cu_seqlens.tolist())
         return out[None], last
 
+    def chunk_glm(q, k, v, raw_g, beta, A_log, g_bias, **others):
+        return chunk_kda(q, k, v, raw_g, beta.logit(), A_log, g_bias, **others)
+
+    def chunk_bailing(q, k, v, g, beta, initial_state, cu_seqlens, **others):
+        q, k = unit(q[0]) * q.shape[-1] ** -0.5, unit(k[0])
+        layer = replace_keys(LAYERS["kda"])
+        out, last = scan(layer, q, k, v[0], g[0], beta[0], initial_state, cu_seqlens.tolist())
+        return out[None], last
+
+    def gates_olmo(A_log, a, b, dt_bias, negative):
+        return (-A_log.exp() * F.softplus(a + dt_bias))[None], (1 + negative) * b.sigmoid()[None]
+
+    def chunk_olmo(q, k, v, g, beta, initial_state, cu_seqlens, **others):
+        layer = Layer("gdn", 4, 6, 5)
+        q, k = unit(q[0]) * q.shape[-1] ** -0.5, unit(k[0])
+        out, last = scan(layer, q, k, v[0], g[0], beta[0], initial_state, cu_seqlens.tolist())
+        return out[None], last
+
+    def scattered(states, rows, slots):
+        states[slots.long()] = rows.to(states.dtype)
+
     def gathered(states, slots, begun):
         return torch.where(begun[:, None, None, None], states[slots.long()], 0)
 
     monkeypatch.setattr(head_layer, "causal_conv1d_update", conv_update)
-    for module in (mamba_mixer2, qwen_gdn_linear_attn, kimi_gdn_linear_attn):
+    for module in MODULES:
         monkeypatch.setattr(module, "causal_conv1d_fn", conv_prefill)
         monkeypatch.setattr(module, "causal_conv1d_update", conv_update)
     monkeypatch.setattr(mamba_mixer2, "mamba_chunk_scan_combined_varlen", scan_mamba)
     monkeypatch.setattr(qwen_gdn_linear_attn, "fused_post_conv_prep", prepare_gdn)
     monkeypatch.setattr(kda, "chunk_kda_with_fused_gate", chunk_kda)
-    monkeypatch.setattr(kimi_gdn_linear_attn, "gather_initial_states", gathered)
+    for module in (kimi_gdn_linear_attn, kimi_k3, glm5next):
+        monkeypatch.setattr(module, "gather_initial_states", gathered)
+    monkeypatch.setattr(glm5next, "chunk_kda_with_fused_gate", chunk_glm)
+    monkeypatch.setattr(glm5next, "_cast_sigmoid", torch.sigmoid)
+    monkeypatch.setattr(glm5next, "scatter_states", scattered)
+    monkeypatch.setattr(bailing_moe_v3, "chunk_kda", chunk_bailing)
+    monkeypatch.setattr(olmo_gdn_linear_attn, "fused_olmo_hybrid_gdn_gating", gates_olmo)
+    monkeypatch.setattr(olmo_gdn_linear_attn, "chunk_gated_delta_rule", chunk_olmo)
     monkeypatch.setattr(torch_utils, "PIN_MEMORY", False)  # there is no device to pin memory for
-    for module in (gdn_attn, mamba_attn):  # what it computes is for vLLM's own convolution
+    for module in (gdn_attn, mamba_attn, kda_metadata):  # what it computes is for vLLM's own convolution
         monkeypatch.setattr(module, "compute_causal_conv1d_metadata", lambda *given, **others: (None, None, None))
     monkeypatch.setattr(qwen_gdn_linear_attn, "_resolve_gdn_prefill_backend", lambda config: ("triton", "triton"))
     return lambda *args: Fixture(*args[:2], torch.Generator().manual_seed(1), *args[2:])

@@ -14,7 +14,7 @@ from sketchssm.serving import inputs
 from sketchssm.vllm.head_layer import HeadLayer
 from sketchssm.vllm.metadata import BatchMetadata
 
-__all__ = ["HeadGatedDeltaNet", "HeadGlmDelta", "HeadKimiDelta", "HeadMamba2"]
+__all__ = ["HeadBailingDelta", "HeadGatedDeltaNet", "HeadGlmDelta", "HeadKimiDelta", "HeadMamba2"]
 
 
 class HeadMamba2(HeadLayer):
@@ -208,3 +208,33 @@ class HeadGlmDelta(HeadKimiDelta):
         if batch.prefill is not None:
             with self._prefill(batch, qkv_proj_states, g1[0], beta[0]):
                 above(qkv_proj_states[n:], g1[:, n:], beta[:, n:], core_attn_out[:, n:])
+
+
+class HeadBailingDelta(HeadGlmDelta):
+    """Kimi Delta Attention of Bailing, whose layer computes log-decays and write gates before `_forward`."""
+
+    _merged_conv_weight: Any = None
+
+    def gate(self) -> GateInput | None:  # type: ignore[override]
+        """Return None: the head takes log-decays."""
+        return None
+
+    @eager_break_during_capture
+    def _forward(
+        self, q_proj_states: Any, k_proj_states: Any, v_proj_states: Any, g1: Any, beta: Any, core_attn_out: Any
+    ) -> None:
+        batch, given = self._batch(), (q_proj_states, k_proj_states, v_proj_states)
+        above = super(HeadKimiDelta, self)._forward
+        if batch is None:
+            above(*given, g1, beta, core_attn_out)
+            return
+        n, mixed = batch.split.decode_tokens, torch.cat(given, -1)
+        if batch.decode is not None:
+            self._decode(mixed[:n], g1[0, :n], beta[0, :n], core_attn_out[0, :n], batch)
+        if batch.prefill is not None:
+            with self._prefill(batch, mixed, g1[0], beta[0]):
+                above(*(x[n:] for x in given), g1[:, n:], beta[:, n:], core_attn_out[:, n:])
+
+    def inputs(self, mixed: Any, *gates: Any) -> tuple[Any, ...]:
+        """Convert tokens behind the convolution; log-decays and write gates stay."""
+        return *super().inputs(mixed, *gates)[:4], gates[1]

@@ -100,6 +100,9 @@ class HeadRows:
                 blocks = self._layers()[0].kv_cache[0].shape[0]
                 self._known.note(slots[torch.from_numpy(split.whole).to(slots.device)], counts, blocks)
         if split.prefills:
+            aligned = getattr(self, "mamba_aligned_state_indices", None)  # blocks of all rows, from the V2 runner
+            if aligned is not None:
+                self.mamba_aligned_state_indices = aligned[n:]
             inner = super().build(0, rows_behind(batch, split, lengths))  # type: ignore[misc]
             prefill = PrefillRows.behind(split, slots, accepted, blocks_passed(inner))
         begins = batch.query_start_loc[: n + 1] if self._drafts else None

@@ -25,6 +25,7 @@ CLASSES = {
     "KimiGatedDeltaNetAttention": LayerClass("kda", "HeadKimiDelta", "Kimi-Linear"),
     "KimiK3DeltaAttention": LayerClass("kda", "HeadKimiDelta", "Kimi K3"),
     "Glm5NextLinearAttention": LayerClass("kda", "HeadGlmDelta", "GLM 5.3 Flash"),
+    "BailingMoeV3KimiDeltaAttention": LayerClass("kda", "HeadBailingDelta", "Ling 3, Ring 3"),
 }
 """The classes by name."""
 

@@ -33,6 +33,9 @@ def draw(layer: Any, tokens: int, generator: torch.Generator | None = None) -> d
     if layer.kind == "gdn":
         return {"mixed_qkv": mixed, "b": random(tokens, shape.heads), "a": random(tokens, shape.heads)}
     gates = {"g1": random(1, tokens, shape.heads, shape.key_dim), "beta": random(1, tokens, shape.heads)}
+    if layer.gate() is None:
+        parts = dict(zip(("q_proj_states", "k_proj_states", "v_proj_states"), mixed.chunk(3, -1), strict=True))
+        return {**parts, "g1": -gates["g1"].float().abs(), "beta": gates["beta"].float().sigmoid()}
     if not layer.norms:
         return {"qkv_proj_states": mixed, **gates}
     return {"mixed_qkv": mixed, **gates, "g2": random(tokens, shape.heads, shape.key_dim)}
@@ -44,7 +47,8 @@ def tokens_of(layer: Any, given: dict[str, torch.Tensor]) -> tuple[Any, ...]:
     keys, values = (shape.key_heads, shape.key_dim), (shape.heads, shape.value_dim)
     weight = layer.conv_weight().detach().double().cpu()
     width = shape.heads * shape.value_dim
-    x = double["projected_states"][:, width : -shape.heads] if layer.kind == "mamba2" else next(iter(double.values()))
+    x = torch.cat([double[name] for name in double if name.startswith(("mixed", "q", "k", "v", "projected"))], -1)
+    x = x[:, width : -shape.heads] if layer.kind == "mamba2" else x
     line = F.pad(x.T, (weight.shape[1] - 1, 0)).unfold(1, weight.shape[1], 1)
     x = (line * weight[:, None]).sum(-1).T
     x = F.silu(x if layer.conv1d.bias is None else x + layer.conv1d.bias.detach().double().cpu())
@@ -65,8 +69,10 @@ def tokens_of(layer: Any, given: dict[str, torch.Tensor]) -> tuple[Any, ...]:
         if layer.kind == "gdn":
             g = -layer.A_log.detach().double().cpu().exp() * F.softplus(double["a"] + bias)
             beta = double["b"].sigmoid() * (2 if getattr(layer, "allow_neg_eigval", False) else 1)
+        elif (gate := layer.gate()) is None:
+            g, beta = double["g1"][0], double["beta"][0]
         else:
-            g, beta = torch.from_numpy(layer.gate().log_decays(double["g1"][0].numpy())), double["beta"][0].sigmoid()
+            g, beta = torch.from_numpy(gate.log_decays(double["g1"][0].numpy())), double["beta"][0].sigmoid()
     return *(None if y is None else y.numpy() for y in (q, k, v, g, beta)), skip
 
 
