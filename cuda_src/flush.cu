@@ -20,7 +20,7 @@
 #ifndef SIZES_ONLY  // defined by a test that needs only the constants at the end
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT_BLOCKS)
     flush_step(MEMORY_PARAMETERS, const float* gate_input, const projection_t* projection, const uint2* basis,
-               const int4* heads, FLUSH_STEP_PARAMETERS, SLOT_LIMITS, int* clock_word, int mode, float ridge) {
+               const int4* heads ERRORS_PARAMETERS, FLUSH_STEP_PARAMETERS, SLOT_LIMITS, int* clock_word, int mode, float ridge) {
     allow_next_kernel();
     const Memory memory = MEMORY;
     const Clock clock{clock_word};
@@ -86,7 +86,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT_BLOCKS)
     __syncthreads();
 
     const Flush flush{m,      memory,            gate_input, projection, basis, heads,
-                      INPUTS, {out, out_stride}, schedule,   mode,       ridge, count};
+                      INPUTS, {out, out_stride}, schedule,   mode,       ridge, count
+#if MONITOR
+                      , {errors, errors_stride}
+#endif
+    };
     if (warp < ROW_BLOCKS) run_fold_warp(flush);
     else if (warp < EPILOGUE + EPILOGUE_WARPS) run_solver_or_epilogue_warp(flush, warp == SOLVER, warp - EPILOGUE);
     else if constexpr (!RAW_KEYS) {

@@ -3,7 +3,8 @@
 // Appends each row's token to the row's ring and computes o = (state read of the effective query x) + (output of the
 // window's tokens). The state read is U C x for a head with a sketch, and S^T x for a full-state head. Replay is the
 // variant in which all heads are full-state heads. Rows whose windows end are only listed in `Schedule`; flush.cu
-// computes their outputs, and advances the cursors of all rows.
+// computes their outputs, and advances the cursors of all rows. With MONITOR some of them are read
+// too (slot/errors.cuh).
 //
 // One block per multiprocessor takes an even share of the (row, head group) tiles. Each warp works on its own tiles
 // (read/warp.cuh).
@@ -22,7 +23,7 @@ constexpr int BLOCK_WARPS = SKETCHED_HEADS ? MAX_WARPS : 4, MIN_BLOCKS = SKETCHE
 
 extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     read_step(MEMORY_PARAMETERS, const float* gate_input, const projection_t* projection, const int4* heads,
-              const int* order, READ_STEP_PARAMETERS, SLOT_LIMITS, int shared_bytes) {
+              const int* order ERRORS_PARAMETERS, READ_STEP_PARAMETERS, SLOT_LIMITS, int shared_bytes) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const Arguments arg{MEMORY, gate_input, projection, heads, INPUTS, {}, {out, out_stride}};
     const CallSlots slots = SLOTS;
@@ -91,6 +92,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
 #if SKETCHED_HEADS
     const u32 start = clock_now();
     bool due = false;
+    [[maybe_unused]] bool measures = false;
     auto first_tile_is_own = [&](int row) { return row * ROW_TILES >= begin; };  // one block has each row's first tile
     Numbers::Words words{};
     if (compares) words = slots.numbers.words(compared);  // used after the next loads
@@ -99,13 +101,14 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
         int word = FULL_STATE_HEADS ? 0 : *arg.memory.cursor.of(early_slot);
         const int row = first_row + i, slot = slots.of(row);
         if (FULL_STATE_HEADS || slot != early_slot) word = slot < 0 ? 0 : *arg.memory.cursor.of(slot);
-        const int pos = slot >= 0 && flushes_now(word, W) ? W - 1 : position_of(word, W);
+        bool reads = slot < 0 || !flushes_now(word, W);
+        due |= !reads;
+#if MONITOR
+        if (!reads && Strided<ErrorSums>{errors, errors_stride}.of(slot)->measures()) reads = measures = true;
+#endif
+        const int pos = reads ? position_of(word, W) : NO_READ;
         block.rows[i] = make_int2(slot, pos);
-        if (slot < 0 || BlockRows::continues(slot, pos)) {
-            atomicMax(&block.max_tokens, pos);
-        } else {
-            due = true;
-        }
+        if (reads) atomicMax(&block.max_tokens, pos);
         search |= slot == LEFT_OUT;
         if (first_tile_is_own(row)) schedule->slots[row] = slot;
     }
@@ -124,16 +127,20 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
 #pragma unroll 1
         for (int i = threadIdx.x; i < rows; i += blockDim.x) {
             const int row = first_row + i, slot = block.rows[i].x;
-            const int pos = block.rows[i].y;
-            if (slot >= 0 && !BlockRows::continues(slot, pos) && first_tile_is_own(row))
-                list(slot, row, *arg.memory.cursor.of(slot));
+            if (slot < 0 || !first_tile_is_own(row) || (!MONITOR && BlockRows::continues(slot, block.rows[i].y)))
+                continue;
+            const int word = *arg.memory.cursor.of(slot);
+            if (!MONITOR || flushes_now(word, W)) list(slot, row, word);
         }
         __syncthreads();
     }
+#if MONITOR
+    measures = __syncthreads_or(measures);
+#endif
     // Let the flush start while the reads continue. By the warp that is likely to finish its copies last.
     if (threadIdx.x == blockDim.x - 1) {
-        // with full-state heads, other warps may still need cursors
-        if (FULL_STATE_HEADS == 0) schedule->report_listed();
+        // with full-state heads, other warps may still need cursors; a measured flush must follow its read
+        if (FULL_STATE_HEADS == 0 && !measures) schedule->report_listed();
         allow_next_kernel();
     }
     if (block.max_tokens < 0) return;  // all rows are due

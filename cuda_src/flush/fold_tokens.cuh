@@ -7,10 +7,10 @@
 #include "flush/tiles.cuh"
 
 // By a fold warp, for its row block: K / 4 lanes share a value row (fewer would take more registers). Keys and gates
-// come from global memory, unless keys are in shared memory as given. Writes the outputs, and returns the lane's share
-// of the sum of squares.
+// come from global memory, unless keys are in shared memory as given. Writes the outputs, adds their errors, and returns
+// the lane's share of the sum of squares.
 DEVICE float fold_by_token(const Flush& f, const FlushTile& tile, const KeyStage& stage, const PreparedKeys& prepared,
-                           const ValueStage& values, StateBlock& rows) {
+                           const ValueStage& values, StateBlock& rows, BlockError& error) {
     constexpr int LANES = K / 4;
     const int channel = 4 * (threadIdx.x % LANES), folded = f.folded(tile);
     const Ring ring = f.ring(tile);
@@ -50,7 +50,7 @@ DEVICE float fold_by_token(const Flush& f, const FlushTile& tile, const KeyStage
 #pragma unroll
         for (int e = 0; e < 4; e++) read += s[e] * query[e], squares += s[e] * s[e];
         read = group_sum<LANES>(read);
-        if (f.takes_own() && channel == 0) f.output(tile)[value] = narrow<OUT>(read);
+        if (f.takes_own() && channel == 0) error.replace(f.output(tile)[value], read);
     }
     return squares;
 }

@@ -74,7 +74,8 @@ DEVICE void fold_tile(const Flush& f, const FlushTile& tile, int n, StateStage& 
     else wait_solve(), m.values.full.wait(n);
     float squares = 0, read[2] = {0, 0};
     const bool by_token = folded > 0 && solve.by_token();
-    if (by_token) squares = fold_by_token(f, tile, stage, prepared, m.values, rows.state);
+    BlockError error;
+    if (by_token) squares = fold_by_token(f, tile, stage, prepared, m.values, rows.state, error);
 #pragma unroll UNROLLED
     for (int step = 0; step < STEPS && !by_token; step++) {
         StateFragment fragment;
@@ -99,14 +100,17 @@ DEVICE void fold_tile(const Flush& f, const FlushTile& tile, int n, StateStage& 
     if (SKETCHES && MAP != SHARED) rows.set_norm(squares);
     m.operands_empty[n % OPERAND_STAGES].arrive();
     if (!RAW_KEYS) m.state_folded[n % STATE_STAGES][block].arrive();
-    if (!f.takes_own() || by_token) return;
+    if (!f.takes_own() || by_token) {
+        if (MONITOR && f.takes_own()) error.store(f, tile);
+        return;
+    }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         read[half] += __shfl_xor_sync(ALL, read[half], 1);
         read[half] += __shfl_xor_sync(ALL, read[half], 2);
-        if (c == 0)
-            f.output(tile)[16 * block + value_row(half)] = narrow<OUT>(read[half]);
+        if (c == 0) error.replace(f.output(tile)[16 * block + value_row(half)], read[half]);
     }
+    error.store(f, tile);
 }
 
 // A warp's part of the sketch of a folded state, if the head has a sketch (info.x is its rank); `then` as in

@@ -2,6 +2,7 @@
 #pragma once
 #include "slot/call_slots.cuh"
 #include "slot/cursor.cuh"
+#include "slot/errors.cuh"
 #include "slot/schedule.cuh"
 #include "flush/fold.cuh"
 #include "map/maps.cuh"
@@ -72,6 +73,9 @@ struct Flush {
     int mode;
     float ridge;
     int count;  // rows to flush
+#if MONITOR
+    Strided<ErrorSums> errors;
+#endif
 
     DEVICE bool takes_own() const { return mode == STEP; }  // the step's own token is the last
     DEVICE int folded(const FlushTile& tile) const { return tile.buffered + takes_own(); }
@@ -98,6 +102,30 @@ struct Flush {
     }
     DEVICE float gate_of(const FlushTile& tile) const {
         return CHANNEL_DECAYS ? 0.f : scalar(tile, ring(tile).g, token(tile).g);
+    }
+};
+
+// A lane's part of the error of a tile's row block.
+struct BlockError {
+    float error = 0, energy = 0;
+
+    // Writes an exact output in place of the sketch's answer.
+    DEVICE void replace(out_t& answer, float exact) {
+#if MONITOR
+        const float difference = exact - widen<OUT>(answer);
+        error += difference * difference, energy += exact * exact;
+#endif
+        answer = narrow<OUT>(exact);
+    }
+    // Counts a flush. Adds the warp's sums if it is measured; a full-state head has no answer, and no error.
+    DEVICE void store(const Flush& f, const FlushTile& tile) {
+#if MONITOR
+        error = warp_sum(error), energy = warp_sum(energy);
+        ErrorSums& sums = f.errors.of(tile.slot)[tile.head() * ROW_BLOCKS + threadIdx.x / 32];
+        if (threadIdx.x % 32 > 0) return;
+        if (sums.measures()) sums.error += f.heads[tile.head()].x > 0 ? error : 0.f, sums.energy += energy;
+        sums.flushes += 1;
+#endif
     }
 };
 

@@ -7,8 +7,8 @@ constexpr int PIVOT_SLOTS = PIVOTS_2 < 2 ? 2 : PIVOTS_2;
 // Room for a head's weights, rounded up to whole operand tiles: the map's coefficients (multiples of 8), or with
 // SWIZZLED all summed rows (multiples of 16; with codes, columns and tokens are rounded up separately).
 constexpr int WEIGHTS = !SWIZZLED ? (RANK_MAX + 7) / 8 * 8
-                        : CODED   ? 16 + (W - 1 + 15) / 16 * 16
-                                  : (RANK_MAX + W - 1 + 15) / 16 * 16;
+                        : CODED   ? 16 + (NO_READ + 15) / 16 * 16
+                                  : (RANK_MAX + NO_READ + 15) / 16 * 16;
 
 // Token-by-token path with bf16 storage: products with map and pivots still use the tensor cores. Rows of map and
 // pivots are operands as stored, and the effective query is split into two bf16 slices (to 2^-16).
@@ -66,7 +66,8 @@ struct Scratch : ResidualScratch<(RESIDUAL > 0)> {
     };
     alignas(8) float weight[TILE_HEADS][W];  // c_s; 0 past the newest token
     alignas(8) float beta[TWO_HALVES ? W : 1];
-    float query_part[TILE_HEADS][16];  // gdn: effective query = -decay * sum_s query_part_s k_s (q is k_15)
+    // gdn: effective query = -decay * sum_s query_part_s k_s (q is k_15, or if 16 tokens leave it no place, apart)
+    float query_part[TILE_HEADS][16];
     float window_decay[TILE_HEADS];    // decay of the whole window
 };
 
@@ -120,6 +121,9 @@ struct Decays {
     }
 };
 
+// Whether the newest token has the query's place among 16 operand rows: in the last read of a window, of a monitor.
+DEVICE bool has_query_apart(int pos) { return MONITOR && NO_READ == 16 && pos == 15; }
+
 // Token weights, and the tokens' parts of the effective query, from the products of keys and query. With scalar decays
 // D_s after token s, c_s = D_s e_s, where e = beta (<k, q> - sum over later tokens j of <k, k_j> e_j) contains no
 // decay.
@@ -147,7 +151,7 @@ DEVICE void solve(const float* with_query, const TokenScalars& gates, const Deca
     }
     if (s >= 16) return;
     if (s < W) scratch.weight[h][s] = decays.after * e;
-    if (ERASES) scratch.query_part[h][s] = s == 15 ? -1.f : e;
+    if (ERASES) scratch.query_part[h][s] = s == 15 && !has_query_apart(pos) ? -1.f : e;
     if (s == 0) scratch.window_decay[h] = decays.whole;
 }
 
@@ -266,6 +270,7 @@ DEVICE void project_matrix(const Arguments& arg, const TileBuffer& buffer, const
                            const TokenScalars& gates, const MapFragments& first_rows, Scratch& scratch) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, pos = buffer.pos;
     const u32 none = pos < 0;
+    const bool apart = has_query_apart(pos);
     const act_t* const query = buffer.query();
     const act_t *const lower = r <= pos ? buffer.key(r) : query, *const upper =
                                                                      r + 8 <= pos ? buffer.key(r + 8) : query;
@@ -279,18 +284,26 @@ DEVICE void project_matrix(const Arguments& arg, const TileBuffer& buffer, const
 #pragma unroll
     for (int n = 0; n < PIVOT_TILES; n++) pivots[n] = pivot_row(buffer, heads, n);
     float scores[2][4] = {}, z[TILES][4] = {};
+    [[maybe_unused]] float query_scores[4] = {}, query_z[TILES][4] = {};  // of a query apart, in every row
+    auto multiply = [&](const LeftFragment& left, float(&products)[TILES][4], int i) {
+#pragma unroll
+        for (int h = 0; h < TILE_HEADS; h++) left.multiply(products[h], first_rows.of[h].of(i));
+#pragma unroll
+        for (int n = 0; n < PIVOT_TILES; n++) left.multiply(products[PIVOT + n], pivot_chunk(pivots[n], i));
+#pragma unroll
+        for (int n = SECOND; n < TILES; n++) left.multiply(products[n], second_rows.of[n - SECOND].of(i));
+    };
 #pragma unroll
     for (int i = 0; i < KEY_CHUNKS; i++) {
         const uint4 low = chunk(lower, i), high = chunk(upper, i);
         const LeftFragment tokens(low, high, none);
         tokens.multiply(scores[0], low);
         tokens.multiply(scores[1], high);
-#pragma unroll
-        for (int h = 0; h < TILE_HEADS; h++) tokens.multiply(z[h], first_rows.of[h].of(i));
-#pragma unroll
-        for (int n = 0; n < PIVOT_TILES; n++) tokens.multiply(z[PIVOT + n], pivot_chunk(pivots[n], i));
-#pragma unroll
-        for (int n = SECOND; n < TILES; n++) tokens.multiply(z[n], second_rows.of[n - SECOND].of(i));
+        multiply(tokens, z, i);
+        if (!apart) continue;
+        const uint4 x = chunk(query, i);
+        tokens.multiply(query_scores, x);
+        multiply(LeftFragment(x, x, none), query_z, i);
     }
 #pragma unroll
     for (int n = 0; n < 2; n++) {
@@ -300,8 +313,9 @@ DEVICE void project_matrix(const Arguments& arg, const TileBuffer& buffer, const
         };
         put(r, d[0], d[1]), put(r + 8, d[2], d[3]);
     }
+    if (apart && c == 0) scratch.query_part[0][r] = query_scores[0], scratch.query_part[0][r + 8] = query_scores[2];
     __syncwarp();
-    solve(scratch.product[MATRIX && ERASES ? 15 : 0], gates, decays, pos, scratch);
+    solve(apart ? scratch.query_part[0] : scratch.product[MATRIX && ERASES ? 15 : 0], gates, decays, pos, scratch);
     __syncwarp();
     float parts[TILE_HEADS][2];  // query_part of rows r and r + 8
 #pragma unroll
@@ -324,6 +338,10 @@ DEVICE void project_matrix(const Arguments& arg, const TileBuffer& buffer, const
             : n >= SECOND ? n - SECOND
                           : min((8 * (n - PIVOT) + 2 * c) / PIVOT_SLOTS, TILE_HEADS - 1),
             x[n]);
+    if (apart && r == 0) {
+#pragma unroll
+        for (int n = 0; n < TILES; n++) x[n][0] += query_z[n][0], x[n][1] += query_z[n][1];
+    }
 #pragma unroll
     for (int bit = 4; bit < 32; bit *= 2)  // sums over r; independent chains
 #pragma unroll

@@ -1,6 +1,7 @@
 // The work tile of a read step: one row of the batch and TILE_HEADS neighbouring heads that share a key head.
 #pragma once
 #include "slot/codes.cuh"
+#include "slot/errors.cuh"
 #include "read/window.cuh"
 
 // Products along K use the tensor cores if the operands can be loaded as they are stored and decays are scalar.
@@ -17,6 +18,9 @@ constexpr int SPAN = 32 / TILE_HEADS;
 // of a tile are separate pipeline stages.
 constexpr bool SHARED_SCORES = MATRIX && !ERASES, TWO_HALVES = !MATRIX;
 enum { KEY_HALF = 1, VALUE_HALF = 2, BOTH_HALVES = 3 };  // halves of a tile in shared memory, see TileBuffer
+
+// Position of a row that does not read. Reads have at most so many tokens.
+constexpr int NO_READ = MONITOR ? W : W - 1;
 
 struct Arguments {
     Memory memory;
@@ -37,12 +41,12 @@ struct Arguments {
 
 // The batch rows of a thread block's tiles.
 struct BlockRows {
-    const int2* rows;  // {slot, position} of each row; the last position of a window: no read
+    const int2* rows;  // {slot, position} of each row
     int first_row;
     static constexpr int t = 0;  // the rows' token
 
     DEVICE int2 of(int row) const { return rows[row - first_row]; }
-    static DEVICE bool continues(int slot, int pos) { return slot >= 0 && pos + 1 < W; }
+    static DEVICE bool continues(int slot, int pos) { return slot >= 0 && pos < NO_READ; }
 };
 
 // The plan's entries for the heads of a tile.

@@ -76,6 +76,7 @@ DEVICE void multiply_values(const TileBuffer& buffer, const TileHeads& heads, co
         const int s = min(n - tokens, W - 1);
         float weight = n < rank ? scratch.c[h][n] : CODED && s < 0 ? 0.f : scratch.weight[h][s];
         if (n < rank) weight = coefficients.of(n, weight);
+        if (MONITOR && n - tokens > pos) weight = 0;  // token W - 1 may have a weight
         const float leading = __uint_as_float(__float_as_uint(weight) & 0xffff0000u);
         scratch.c[h][n] = __uint_as_float(floats_to_bf16(weight - leading, leading));
     }

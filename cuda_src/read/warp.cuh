@@ -13,7 +13,8 @@
 #include "read/backward.cuh"
 #include "read/values.cuh"
 
-constexpr int LARGEST_TILE = TileBuffer::bytes(BOTH_HALVES, W - 2, TILE_HEADS * sketch_elements(RANK_MAX, MAX_BITS));
+constexpr int LARGEST_TILE =
+    TileBuffer::bytes(BOTH_HALVES, NO_READ - 1, TILE_HEADS * sketch_elements(RANK_MAX, MAX_BITS));
 constexpr int MAX_WARPS = MATRIX && ERASES           ? 12
                           : SHARED_SCORES && V <= 64 ? 20
                                                      : 16;  // limited by registers; multiples of 4

@@ -64,7 +64,11 @@ class DeviceSlots:
         self._workspaces = Workspaces()
         shared = self.cursor, self.limits, self.clock
         self._write_state = SlotWriter(self.state, *shared)
-        self._write_sketch = SlotWriter(self.memory["sketch"], *shared) if "sketch" in self.memory else None
+        self._write_sketch, self._write_errors = (
+            SlotWriter(self.memory[name], *shared) if name in self.memory else None for name in ("sketch", "errors")
+        )
+        if self._write_errors is not None:
+            self.memory["errors"][...] = 0
         self._copier: Copier | None = None
         self._committer: Committer | None = None
         self._synchronize()  # the first call may come on another stream
@@ -121,6 +125,12 @@ class DeviceSlots:
         self._write_state(None, slots)
         if self._write_sketch is not None:
             self._write_sketch(None, slots.again())
+        self.clear_errors(slots)
+
+    def clear_errors(self, slots: Slots) -> None:
+        """Clear the errors of slots whose windows begin with another request."""
+        if self._write_errors is not None:
+            self._write_errors(None, slots.again())
 
     def begin(self, slots: Slots) -> None:
         """Start the slots' windows anew."""

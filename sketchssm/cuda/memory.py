@@ -46,7 +46,7 @@ def ring_parts(layer: Layer, tokens: int, activation_dtype: str, raw_gate: bool)
 def slot_parts(
     layer: Layer, options: EngineOptions, window: int = 1, packed: PackedPlan | None = None
 ) -> tuple[SlotPart, ...]:
-    """All parts of a slot: the state; if it has a ring also the ring, sketches if any, and the cursor.
+    """All parts of a slot: the state; if it has a ring also the ring, sketches and errors if any, and the cursor.
 
     A window of 1 has a ring for drafts, if any. Activations are "bfloat16" if the options name no type.
     """
@@ -58,6 +58,8 @@ def slot_parts(
     sketch: tuple[SlotPart, ...] = ()
     if packed is not None and packed.full_state < layer.heads:
         sketch = (SlotPart("sketch", (packed.slot_elements,), packed.dtype, ALIGNMENT),)
+    if options.monitor:  # `ErrorSums` in cuda_src/slot/errors.cuh
+        sketch += (SlotPart("errors", (layer.heads, -(-layer.value_dim // 16), 4), "float32", ALIGNMENT),)
     return state, *ring, *sketch, SlotPart("cursor", (), "int32", 4)
 
 

@@ -24,8 +24,8 @@ FULL_STATE_THREADS = 128
 
 
 def draft_variant(read: Variant) -> Variant:
-    """The draft read of a read step."""
-    return Variant("read_draft", dict(read.constants))
+    """The draft read of a read step; no draft is measured."""
+    return Variant("read_draft", {name: value for name, value in read.constants if name != "MONITOR"})
 
 
 class Reads:

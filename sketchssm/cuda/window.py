@@ -94,7 +94,8 @@ class WindowEngine:
         raw_keys = constants["ACT"] == TYPES["bfloat16"] and not layer.channel_decays  # RAW_KEYS in flush/config.cuh
         blocks = blocks_per_multiprocessor(layer, raw_keys, constants["MAP"] == MAPS["dense"])
         pace = read_pace(cupy.cuda.Device().attributes)
-        read, flush = constants | {"PACE": pace}, constants | {"PRIOR": prior, "BLOCKS": blocks}
+        monitor = {"MONITOR": self._options.monitor} if self._options.monitor else {}
+        read, flush = constants | monitor | {"PACE": pace}, constants | monitor | {"PRIOR": prior, "BLOCKS": blocks}
         if not packed.adapts:
             return [Variant("read", read), Variant("flush", flush)]
         flush["MAP"] = MAPS["subspace"]
@@ -125,8 +126,11 @@ class WindowEngine:
         modules = [load(variant, late=late) for variant in self.variants()]
         slots.settle(str(self.arrays.activation_dtype))
         memory = self._memory()
-        reads = Reads(modules[0], (*memory, self._heads, self._order), slots, packed.full_state, self._sketched)
-        flushes = Flushes(modules[1], (*memory, self._basis, self._heads), slots, self.layer.heads, packed.ridge)
+        errors = part_of(self.memory["errors"]) if self._options.monitor else ()
+        fixed = *memory, self._heads, self._order, *errors
+        reads = Reads(modules[0], fixed, slots, packed.full_state, self._sketched)
+        fixed = *memory, self._basis, self._heads, *errors
+        flushes = Flushes(modules[1], fixed, slots, self.layer.heads, packed.ridge)
         encodes = self._encodes(modules[2]) if len(modules) > 2 else None
         no_draft = dict.fromkeys(("draft_tokens", *LENGTHS.names), "zero")
         launches = [
@@ -221,6 +225,7 @@ class WindowEngine:
 
     def adopt(self, slots: Slots) -> None:
         """See `sketchssm.heads.engine.ExactEngine`."""
+        self.slots.clear_errors(slots)
         if self.slots.ring:
             self._rebuild(LOAD, slots)
         else:  # the flush kernel must know the ring's type: the first step sketches, when it is settled
@@ -256,6 +261,8 @@ class ReplayEngine(WindowEngine):
 
 class SketchEngine(WindowEngine):
     """Exact states, written once in a window and read through their sketches in between."""
+
+    supports = WindowEngine.supports | {"monitor"}
 
     def __init__(
         self,

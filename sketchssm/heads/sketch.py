@@ -87,7 +87,7 @@ class SketchHead(ExactHead):
         each row has its own windows.
     monitor : int, default 0
         Measures the sketch's error at every so many flushes of a slot, for `errors`; 0 never. A measured flush takes
-        the time of one more read: about 4% of a window.
+        one more read: 4% to 6% of a window's bytes.
 
     Raises
     ------

@@ -1,0 +1,29 @@
+// Errors of reads at flush tokens, which are exact: `SketchHead.errors`.
+//
+// The read kernel also reads the tokens of measured flushes, and leaves the sketch's answers in the place of their
+// outputs. The flush then waits for the end of the reads, compares each answer with the output that replaces it, and
+// adds to the sums of the slot. A fold warp has the sums of its own row block, so no order of additions changes.
+//
+// -D MONITOR: every so many flushes of a slot are measured. Without it none is.
+#pragma once
+#include "lib/strided.cuh"
+
+#ifndef MONITOR
+#define MONITOR 0
+#endif
+
+// Sums of a (slot, head, row block).
+struct alignas(16) ErrorSums {
+    float error, energy;  // squares of differences, and of exact outputs
+    float flushes;        // measured or not; equal in all heads and row blocks
+    float unused;
+
+    DEVICE bool measures() const { return MONITOR > 0 && static_cast<int>(flushes) % (MONITOR + !MONITOR) == 0; }
+};
+
+// A kernel's parameters for the sums (slots, heads, V / 16).
+#if MONITOR
+#define ERRORS_PARAMETERS , ErrorSums *errors, int errors_stride
+#else
+#define ERRORS_PARAMETERS
+#endif

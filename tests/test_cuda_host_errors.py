@@ -1,0 +1,106 @@
+"""Monitors on the CUDA backend: the sketch's answers at flush tokens, and the sums that flushes keep."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from host import fixtures
+from ledger import Ledger
+from samples import plan_of, states_of, tokens_of
+
+import sketchssm as ss
+from sketchssm.layer.recurrence import FULL_STATE, Layer
+
+cupy = fixtures.of_kernels
+pytestmark = pytest.mark.usefixtures("cupy")
+
+SLOTS = 4
+RANKS = [2, 11, FULL_STATE, 3]
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+RESIDUAL = {"map": "subspace", "residual_bits": [1, 2, 0, 2]}
+LOWRANK = {"map": "lowrank", "pivots": 4}
+
+
+def case(kind, window, activation, form, plan=None, ranks=RANKS, thorough=False):
+    """Two heads share a key, except in kda. Windows of 16 fill the operands of tensor cores."""
+    layer = Layer(kind, 4, 64, 64, 4 if kind == "kda" else 2)
+    marks = [pytest.mark.thorough] if thorough else []
+    values = layer, window, activation, form, plan or {}, ranks
+    return pytest.param(*values, marks=marks, id=f"{kind}-{window}-{activation}-{form}-{len(plan or {})}-{max(ranks)}")
+
+
+CASES = [
+    case("gdn", 16, "bfloat16", "bfloat16", LOWRANK),
+    case("gdn", 16, "bfloat16", "int8", RESIDUAL),
+    case("mamba2", 16, "bfloat16", "bfloat16", ranks=[2, 4, 3, 3]),
+    case("kda", 4, "float32", "float32"),
+    case("gdn", 16, "bfloat16", "bfloat16", ranks=[2, 4, 3, 3], thorough=True),
+    case("gdn", 32, "float16", "float32", thorough=True),
+    case("mamba2", 8, "bfloat16", "int8", RESIDUAL, thorough=True),
+    case("kda", 16, "bfloat16", "bfloat16", RESIDUAL, thorough=True),
+]
+TOLERANCE = {"float32": 3e-5, "bfloat16": 1e-2, "int8": 1e-2, "residual": 3e-2}
+"""Of outputs, relative to the largest. float32 sketches: the basis in slices to 2^-16. bfloat16: sketch and map are
+rounded to 2^-9 and cancel in part. Codes: by 1/254 of a column's largest. Of residuals up to 2% of the codes differ by
+a level, as states are in bf16."""
+
+
+@pytest.mark.parametrize(("layer", "window", "activation", "form", "plan", "ranks"), CASES)
+def test_errors_of_reads_at_flush_tokens(layer, window, activation, form, plan, ranks):
+    """Every second flush; rows at different positions, and betas above 1, whose windows are folded token by token.
+
+    Decays and writes are small, so that reads at the end of a window are of the state.
+    """
+    rng = np.random.default_rng(8)
+    plan = plan_of(rng, layer, ranks, window=window, **plan)
+    head = ss.SketchHead(
+        plan, SLOTS, "cuda", sketch_dtype=form, activation_dtype=activation, output_dtype="float32", monitor=2
+    )
+    head.warmup()
+    tokens = tokens_of(rng, layer, 3, 3 * window)
+    tokens = tokens._replace(**{name: getattr(tokens, name).astype(BFLOAT16).astype(np.float32) for name in "qkv"})
+    tokens.g[...] *= 0.05
+    if layer.erases:
+        tokens.beta[...] *= 0.3
+        tokens.beta[1, :window] = 1.5
+    ledger = Ledger(head, SLOTS)
+    head.load_state(states_of(rng, layer, SLOTS))
+    ledger.step(type(tokens)(*(None if x is None else x[:1, :3] for x in tokens)), [2])
+    ledger.step(tokens, [0, 2, 3])
+    ledger.check(TOLERANCE["residual" if plan.residual_bits.any() else form])
+    np.testing.assert_array_equal(head.errors().samples, [2, 0, 2, 2])
+    assert (head.errors([2]).error > 1e-3 * head.errors([2]).energy)[0, np.array(ranks) > 0].all()
+
+
+def test_requests_carry_their_sums(cupy, rng):
+    """Copies and snapshots take them along; the next request of a slot, `reset` and `reset=True` clear them."""
+    layer = Layer("kda", 4, 64, 64, 4)
+    plan = plan_of(rng, layer, RANKS, window=4)
+    make = {"sketch_dtype": "float32", "activation_dtype": "float32", "monitor": 2}
+    parts = ss.SketchHead.parts_of(plan, "cuda", **make)
+    memory = {"errors": cupy.full((SLOTS, *next(p.shape for p in parts if p.name == "errors")), np.nan, np.float32)}
+    head = ss.SketchHead(plan, SLOTS, "cuda", memory=memory, phase=1, **make)
+    head.warmup(drafts=True)
+    assert (head.errors().samples == 0).all()
+    ledger = Ledger(head, SLOTS)
+    ledger.step(tokens_of(rng, layer, 2, 7), [0, 1])
+    head.copy([1], [2])
+    ledger.copy([1], [2])
+    head.restore(head.snapshot([0]), [3])
+    ledger.copy([0], [3])
+    ledger.check(TOLERANCE["float32"])
+    ledger.step(tokens_of(rng, layer, 3, 4), [3, 2, 1])
+    ledger.check(TOLERANCE["float32"])
+    for clear in head.reset, head.adopt, lambda slots: head.load_state(states_of(rng, layer, 1), slots):
+        clear([1])
+        ledger.clear([1])
+        ledger.check(TOLERANCE["float32"])
+        ledger.step(tokens_of(rng, layer, 1, 4), [1])
+    head.step(*tokens_of(rng, layer, 1, 3), slots=[2], draft=True)
+    head.commit([0], [2])
+    head.flush([2])
+    ledger.rings[2] = []
+    ledger.check(TOLERANCE["float32"])
+    head.errors([3, 2], reset=True)
+    ledger.sums[[3, 2]], ledger.flushes[[3, 2]] = 0, 0
+    ledger.step(tokens_of(rng, layer, 2, 4), [2, 3])
+    ledger.check(TOLERANCE["float32"])
