@@ -83,10 +83,17 @@ def _scales(engine, slots):
     return np.s_[slots, first : first + 4 * int(engine.plan.ranks.sum())]
 
 
-def _without_scales(engine, copy, src, dst):
-    kept = engine.memory["sketch"][_scales(engine, dst)]
-    copy(src, dst)
-    engine.memory["sketch"][_scales(engine, dst)] = kept
+def _codes(engine, slots):
+    return np.s_[slots, : int(engine._memory.context["scales"][0] - engine._memory.context["codes"][0])]
+
+
+def _without(part):
+    def wrong(engine, copy, src, dst):
+        kept = engine.memory["sketch"][part(engine, dst)]
+        copy(src, dst)
+        engine.memory["sketch"][part(engine, dst)] = kept
+
+    return wrong
 
 
 def _rough_scales(engine, adopt, slots):
@@ -95,17 +102,25 @@ def _rough_scales(engine, adopt, slots):
     engine.memory["sketch"][_scales(engine, slots)] = scales.view(np.uint8)
 
 
+def _rough_residuals(engine, adopt, slots):
+    adopt(slots)
+    first, end = (int(engine._memory.context[x][0] - engine._memory.context["codes"][0]) for x in ("scales", "packed"))
+    engine.memory["sketch"][slots, first:end:2] ^= 1  # the lower bytes of bf16 numbers
+
+
 @pytest.mark.parametrize(
-    ("name", "wrong", "message"),
+    ("residual", "name", "wrong", "message"),
     [
-        ("copy", _without_sketch, "its last events"),
-        ("copy", _without_scales, "its last events"),
-        ("adopt", _rough_scales, "outputs are off by more than"),
+        (False, "copy", _without_sketch, "its last events"),
+        (False, "copy", _without(_scales), "its last events"),
+        (False, "adopt", _rough_scales, "outputs are off by more than"),
+        (True, "copy", _without(_codes), "its last events"),
+        (True, "adopt", _rough_residuals, "outputs are off by more than"),
     ],
 )
-def test_faults_of_codes_are_found(name, wrong, message):
-    """Scales that are off by 2^-10 could be neighbouring codes, but there are too many of them."""
-    (case,) = (each for each in CASES if each.sketch_dtype == "int8")
+def test_faults_of_codes_are_found(residual, name, wrong, message):
+    """Scales that are off by 2^-10, or by 2^-8 of residuals, could be neighbouring codes, but are too many."""
+    case = next(each for each in CASES if each.sketch_dtype == "int8" and each.residual == residual)
     served = server("cpu", case, 200, seed=2)
     _broken(served.head._engine, name, wrong)
     with pytest.raises(SoakError, match=rf"(?s)^seed 2, .*{message}"):

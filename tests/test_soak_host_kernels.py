@@ -8,7 +8,10 @@ from soak.cases import CASES, server
 cupy = fixtures.of_heads
 
 
-@pytest.mark.parametrize("number", [0, 2, 4, 6, 9, 10, *thorough((8,), (11,))], ids=lambda i: str(CASES[i]))
+NUMBERS = 0, 2, 4, 6, 9, 10, 13, *thorough((8,), (11,), (12,), (14,))
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda i: str(CASES[i]))
 def test_every_request_sees_its_own_tokens(number):
     """Some cases replay captured graphs; on a device all cases run both ways."""
     case, graphs = CASES[number], number % 4 in (0, 3)

@@ -13,8 +13,8 @@ import numpy as np
 
 from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE
-from sketchssm.reference.codes import sketched_read
 from sketchssm.reference.recurrence import per_head, step
+from sketchssm.reference.residual import residual_read
 
 HISTORY = 64
 """Last events of a request that a failure prints."""
@@ -70,7 +70,8 @@ class Oracle:
             plan, rank = self.plan, int(self.plan.ranks[head])
             omega, projection = (x[head, :, :rank].astype(np.float64) for x in (plan.omega, plan.projection))
             form = SketchFormat.of(plan.sketch_dtype)
-            read = sketched_read(form, plan.map, states[:, head], omega, projection)
+            bits = int(plan.residual_bits[head])
+            read = residual_read(form, plan.map, states[:, head], omega, projection, bits=bits)
             for one, error in zip(missed, read - states[:, head].swapaxes(-1, -2), strict=True):
                 one[head] = error
         return missed
