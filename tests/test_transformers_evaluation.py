@@ -122,3 +122,25 @@ def test_bad_arguments(qwen, tmp_path):
         ValueError, match=r"plans: made for another model: expected a Qwen3NextForCausalLM, got a Qwen3_5"
     ):
         st.evaluate(make("Qwen3_5"), text(), st.calibrate(qwen, text(3, 24), window=WINDOW))
+
+
+def test_errors_that_heads_report(qwen):
+    """Of all rows together, though each row resets the heads; those of a patch, of each sequence."""
+    plans, rows = random_plans(qwen), text()
+    settings = {"backend": "cpu", "monitor": 1}
+    got, *each = (st.evaluate(qwen, x, plans, **settings).errors for x in (rows, rows[:1], rows[1:]))
+    assert set(got) == set(plans)
+    for name, error in got.items():
+        low, high = sorted(one[name] for one in each)
+        assert 0 < low < error < high
+    assert st.evaluate(qwen, rows, plans, backend="cpu").errors == {}
+    with st.patch(qwen, plans, slots=3, **settings) as patched:
+        _, cache = forward(qwen, rows[:, :WINDOW])
+        for i in range(WINDOW, 2 * WINDOW):
+            call(qwen, rows[:, i : i + 1], cache, i)
+        found = patched.errors(reset=True)
+        assert [sorted(x.samples) for x in found.values()] == [[0, 1, 1]] * len(plans)
+        assert all(x.relative > 0 for x in found.values())
+        assert not patched.errors()[next(iter(plans))].samples.any()
+    with pytest.raises(ValueError, match=r"monitor: expected patch\(..., monitor=1 or more\) with plans, got exact"):
+        st.patch(qwen, "replay", backend="cpu").errors()

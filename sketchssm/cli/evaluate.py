@@ -269,7 +269,8 @@ def _of_model(source: ModelText, plans: str, asked: Recall | None, seed: int, ba
     prompts = [] if asked is None else asked.make(source, seed)
     model, rows = source.load(least=1)
     with output.progress("evaluating", 2 * len(rows)) as step:
-        found = evaluate(model, rows, given, backend=backend, progress=step)
+        monitor = {} if plans in EXACT else {"monitor": 1}
+        found = evaluate(model, rows, given, backend=backend, progress=step, **monitor)
         exact = evaluate(model, rows, "standard", backend=backend, progress=step)
     columns = ["", "less traffic", "loss (nats)", "perplexity", "loss increase", "same top-1", "KL (nats)"]
     systems = [["transformers", "1.00x", f"{found.loss:.4f}", f"{found.perplexity:.2f}", "", "", ""]]
@@ -278,12 +279,12 @@ def _of_model(source: ModelText, plans: str, asked: Recall | None, seed: int, ba
         losses = [f"{own.patched_loss:.4f}", f"{own.patched_perplexity:.2f}", f"{own.increase:+.4f}{error}"]
         systems.append([name, f"{own.reduction:.2f}x", *losses, percent(own.agreement), f"{own.divergence:.2e}"])
     output.table(f"{type(model).__name__} on {found.tokens} tokens, with {plans}", columns, systems)
-    columns = ["layer", "standard, kB/token", "with heads, kB/token", "less traffic"]
+    columns = ["layer", "standard, kB/token", "with heads, kB/token", "less traffic", "reported error"]
     layers = []
     for name, cost in found.layers.items():
         kilobytes = [f"{cost.standard / 1e3:.1f}", f"{cost.patched / 1e3:.1f}", f"{cost.standard / cost.patched:.2f}x"]
-        layers.append([name, *kilobytes])
-    output.table("State traffic of one sequence", columns, layers, words=1)
+        layers.append([name, *kilobytes, f"{found.errors[name]:.1e}" if name in found.errors else ""])
+    output.table("State traffic of one sequence, and errors that heads report", columns, layers, words=1)
     facts = ("increase", "perplexity", "patched_perplexity", "reduction")
     known = {name: getattr(found, name) for name in facts} | vars(found)
     compared = {name: getattr(exact, name) for name in ("patched_loss", "increase", "agreement", "divergence")}

@@ -58,6 +58,8 @@ class ModelEvaluation:
         Kullback-Leibler divergence of the predictions with heads from those of transformers, in nats per token.
     layers : dict of str to LayerTraffic
         State traffic by layer.
+    errors : dict of str to float
+        Relative squared error of sketches by layer, of heads with a `monitor`; see `SketchHead.errors`.
     """
 
     tokens: int
@@ -67,6 +69,7 @@ class ModelEvaluation:
     agreement: float
     divergence: float
     layers: dict[str, LayerTraffic]
+    errors: dict[str, float]
 
     @property
     def increase(self) -> float:
@@ -144,17 +147,23 @@ def evaluate(
     heads = build_heads(model, found, plans, 1, window, backend, settings)
     decoders = {name: RowDecoder(head, found[name].rule) for name, head in heads.items()}
     parts = []
+    watched = {name: head for name, head in heads.items() if isinstance(head, SketchHead) and head.monitor}
+    measured = {name: np.zeros(2) for name in watched}
     with inference(model):
         for i, row in enumerate(rows):
             step(f"row {i + 1} of {len(rows)}")
             parts.append(_compared(model, row, decoders, found))
+            for name, head in watched.items():  # which the next row resets
+                own = head.errors()
+                measured[name] += own.error.sum(), own.energy.sum()
     sums = np.array(parts)
     counts = np.array([row.size - 1 for row in rows])
     loss, patched, agreed, divergence = (float(x) for x in sums.sum(axis=0) / counts.sum())
     increases = (sums[:, 1] - sums[:, 0]) / counts
     error = float(increases.std(ddof=1) / len(rows) ** 0.5) if len(rows) > 1 else math.nan
     costs = {name: _traffic(x, heads.get(name)) for name, x in found.items()}
-    return ModelEvaluation(int(counts.sum()), loss, patched, error, agreed, divergence, costs)
+    errors = {name: float(one / energy) if energy else math.nan for name, (one, energy) in measured.items()}
+    return ModelEvaluation(int(counts.sum()), loss, patched, error, agreed, divergence, costs, errors)
 
 
 @contextmanager

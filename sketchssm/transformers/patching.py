@@ -14,7 +14,7 @@ import torch
 
 from sketchssm.heads.exact import ExactHead
 from sketchssm.heads.head import check_capacity
-from sketchssm.heads.sketch import SketchHead
+from sketchssm.heads.sketch import ReadErrors, SketchHead
 from sketchssm.heads.standard import ReplayHead, StandardHead
 from sketchssm.layer.checks import UnsupportedError
 from sketchssm.plans.model_plans import ModelPlans, load_plans
@@ -224,6 +224,31 @@ class Patch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+    def errors(self, *, reset: bool = False) -> dict[str, ReadErrors]:
+        """Return what monitors have measured (``patch(..., monitor=2)``), of the last sequence of each slot.
+
+        Parameters
+        ----------
+        reset : bool, default False
+            Whether to clear the sums.
+
+        Returns
+        -------
+        dict of str to ReadErrors
+            See `SketchHead.errors`, by the layers' names.
+
+        Raises
+        ------
+        ValueError
+            If the heads have no monitor.
+        """
+        found = {}
+        for name, head in self.heads.items():
+            if not isinstance(head, SketchHead):
+                raise ValueError("monitor: expected patch(..., monitor=1 or more) with plans, got exact heads")
+            found[name] = head.errors(reset=reset)
+        return found
 
     @property
     def free(self) -> int:
