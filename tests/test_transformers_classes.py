@@ -52,7 +52,7 @@ def test_class(name):
     plans = st.calibrate(model, prompt(3, 24), mean_rank=3, window=4)
     assert list(plans) == list(st.layers(model))
     found = st.evaluate(model, prompt(2, 12, seed=8), plans, backend="cpu")
-    assert 0 < found.divergence < np.log(64)
+    assert -1e-6 < found.divergence < np.log(64)  # in float32 the likeliest may be equal
 
 
 @pytest.mark.parametrize(("name", "bound"), (("BailingHybrid", -5.0), ("Glm5Next", -5.0)))

@@ -21,7 +21,7 @@ from sketchssm.transformers import lightning
 
 __all__ = ["Call", "Handler", "RecurrentLayer", "Rule", "intercepted", "layers"]
 
-LEAST_VERSION, NEXT_VERSION = (5, 20), (6,)
+LEAST_VERSION, NEXT_VERSION = (5, 19), (6,)
 """Supported versions of transformers: every modeling file calls its recurrence through the functions of `RULES`."""
 
 NORM_EPSILON = 1e-6
