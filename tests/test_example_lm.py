@@ -28,7 +28,7 @@ def lm():
     """The example's modules, imported as its script imports them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(LM))
-        names = ("recurrence", "model", "prompts", "systems", "figure", "runs", "evaluate", "stress")
+        names = ("recurrence", "model", "prompts", "systems", "figure", "runs", "evaluate", "stress", "errors")
         yield {name: importlib.import_module(name) for name in names}
         for name in names:
             sys.modules.pop(name, None)
@@ -282,6 +282,23 @@ def test_free_decode_beside_standard_decode(lm):
     _, apart = lm["stress"].free_decode(model, narrow.heads(4, "cpu"), standard, rows, 30, seed=3)
     assert (apart[:, 10:] > 0).all() and apart.mean() > 1e-7
     assert lm["stress"].in_blocks(apart, 3)[0] == pytest.approx(apart[:, :10].mean())
+
+
+def test_reported_and_true_errors_share_the_tokens(lm):
+    """Flush tokens are reported, all others are the true error's; the head that is read in full errs in neither."""
+    model, rows = tiny(lm, "gdn"), ids(3, 64)
+    calibrations = lm["systems"].calibrate(model, rows, window=8)
+    heads = {}
+    for place, calibration in calibrations.items():
+        plan = ss.SketchPlan(calibration.basis, [ss.FULL_STATE, 1, 2, 1], window=8)
+        heads[place] = ss.SketchHead(plan, 3, "cpu", monitor=1)
+    reported, energy, true, whole = lm["errors"].errors_on(model, heads, rows)
+    recorder = lm["recurrence"].Recorder()
+    model(rows, recorder)
+    outputs = np.stack([recorder.outputs[place].numpy(force=True) for place in heads])
+    np.testing.assert_allclose(energy + whole, np.square(outputs).sum((1, 2, 4)), rtol=1e-5)
+    assert (reported[:, 1:] > 1e-5 * energy[:, 1:]).all() and (true[:, 1:] > 1e-5 * whole[:, 1:]).all()
+    assert not reported[:, 0].any() and (true[:, 0] < 1e-10 * whole[:, 0]).all()  # float32
 
 
 def test_repeated_parts_of_free_decode(lm):
