@@ -26,12 +26,12 @@ On `cpu` neighbours are rare, so 99% of the outputs keep to `TOLERANCE`. On a
 device split operands make neighbours common. The reference computes the oracle's codes.
 """
 
-RESIDUAL = {"reference": TOLERANCE["reference"], "cpu": (0.1, 5e-5), "cuda": (4e-2, 1.5e-2)}
+RESIDUAL = {"reference": TOLERANCE["reference"], "cpu": (0.1, 5e-5), "cuda": (0.1, 1.5e-2)}
 """The same for residuals, then for 99% of the outputs: a sum in float32 may fall into the neighbouring code, or round
 a scale of many codes to its neighbour in bf16. Of 360,000 outputs on `cpu`, 99% were off by less than 5e-7 and one by
 2.9e-2 (with sketches in int8: 2.7e-5). A device rounds what a sketch leaves to bf16 and finds other columns of the
-same span: 99% below 9e-3, all below 1.1e-2. A tenth of the reads
-without their residuals are off by more than 0.03 to 0.08.
+same span: of 8,000 outputs 99% were off by less than 1e-2, and one by 2.3e-2. Without their residuals a tenth of the
+reads would be off by more than 0.03 to 0.08.
 """
 
 ROUNDED = 2.0**-9
