@@ -179,14 +179,15 @@ def test_layers_record_a_calibration(fixture, tmp_path, kind, mode):
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("drafts", (0, DRAFTS))
 def test_a_version_that_was_not_tested(fixture, monkeypatch, kind, drafts):
-    """The first batch checks a layer; a layer whose convolution gives something else is refused."""
+    """The first batch checks a layer; a layer whose convolution or queries are others is refused."""
     monkeypatch.setattr(selfcheck, "set_forward_context", forward_context)
-    update = head_layer.causal_conv1d_update
+    update, inputs = head_layer.causal_conv1d_update, layers.HeadLightning.inputs
     for wrong in (False, True):
         layer = fixture(kind, "replay", drafts)
         layer.builder._checked = False
         if wrong:
             monkeypatch.setattr(head_layer, "causal_conv1d_update", lambda *x, **y: 1.1 * update(*x, **y))
+            monkeypatch.setattr(layers.HeadLightning, "inputs", lambda *x: (1.1 * (y := inputs(*x))[0], *y[1:]))
         request = layer.inputs(4), 3, 0, 4, 7
         counts = ([1], [-1]) if drafts else ()
         if wrong:
@@ -305,6 +306,7 @@ def test_blocks_are_aligned_with_the_parts_behind_the_states(fixture, monkeypatc
         compilation_config=SimpleNamespace(static_forward_context={"x": layer.module}),
     )  # fmt: skip
     extra = head_layer.side_bytes(config)
+
     class Layouts(Model):
         @classmethod
         def get_mamba_specs_from_config(cls, config):

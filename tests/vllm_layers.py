@@ -16,6 +16,7 @@ with warnings.catch_warnings():
     from vllm.forward_context import ForwardContext, override_forward_context
     from vllm.model_executor.layers.mamba import mamba_mixer2
     from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn, olmo_gdn_linear_attn, qwen_gdn_linear_attn
+    from vllm.model_executor.layers.mamba.linear import bailing_linear_attn, minimax_linear_attn
     from vllm.model_executor.models import bailing_moe_v3
     from vllm.models.kimi_k3.nvidia import kda as kimi_k3
     from vllm.models.kimi_k3.nvidia import kda_metadata
@@ -111,6 +112,8 @@ CLASSES = {
     "gdn-olmo": olmo_gdn_linear_attn.OlmoHybridGatedDeltaNetAttention,
     "kda-k3": kimi_k3.KimiK3DeltaAttention,
     "kda-glm": glm5next.Glm5NextLinearAttention,
+    "mamba2-bailing": bailing_linear_attn.BailingMoELinearAttention,
+    "mamba2-minimax": minimax_linear_attn.MiniMaxText01LinearAttention,
     "kda-bailing": bailing_moe_v3.BailingMoeV3KimiDeltaAttention,
 }
 """One layer of each class with heads; a name begins with the kind."""
@@ -135,8 +138,9 @@ class Fixture:
     """One layer with its pool and builder, and how to run a batch through the layer."""
 
     def __init__(self, name, system, generator, drafts=0, mode="none"):
-        kind = name[:6] if name == "mamba2" else name[:3]
-        self.kind, self.layer = kind, LAYERS[kind] if kind != "kda" else replace_keys(LAYERS[kind])
+        kind = name.partition("-")[0]
+        lightning = kind == "mamba2" != name
+        self.kind, self.layer = kind, square(LAYERS[kind]) if kind == "kda" or lightning else LAYERS[kind]
         shape = self.layer
         self.generator = generator
         self.random = lambda *size: torch.randn(*size, generator=generator)
@@ -177,6 +181,8 @@ class Fixture:
             get_state_shape=lambda: ((WIDTH - 1 + drafts, channels), shape.state_shape),
             get_state_dtype=lambda: (torch.float32, torch.float64),
         )  # fmt: skip
+        if lightning:
+            self._lightning(own, module)
         if name == "gdn":
             module.__dict__["chunk_gated_delta_rule"] = self._chunk_gdn
         # Heads that compute in float64 keep their states in float64, which is no type of states elsewhere.
@@ -203,13 +209,28 @@ class Fixture:
         )  # fmt: skip
         self.config = config
         spec = type(module).get_kv_cache_spec(module, config)
-        assert spec.dtypes == (
-            torch.float32,
-            torch.float64,
-            *([torch.uint8] if system != "standard" or drafts else []),
-        )
+        parts = [torch.uint8] if system != "standard" or drafts else []
+        assert spec.dtypes == (*([] if lightning else [torch.float32]), torch.float64, *parts)
         self._bind(spec)
         self.builder = module.get_attn_backend().get_builder_cls()(spec, [module.prefix], config, torch.device("cpu"))
+
+    def _lightning(self, own, module):
+        """A layer whose hidden states are q, k and v, and which projects and norms nothing."""
+        heads, dim = self.layer.heads, self.layer.key_dim
+        same = lambda x: (x, None)  # noqa: E731
+        vars(module).update(
+            tp_heads=heads, head_dim=dim, tp_slope=torch.rand(heads, generator=self.generator).view(-1, 1, 1),
+            q_size_per_rank=heads * dim, kv_size_per_rank=heads * dim, query_key_value=same, linear_silu=False,
+            use_qk_norm=False, linear_rope=False, linear_scale=True, scaling=1.0, group_norm_size=2, BLOCK=256,
+            layer_idx=0, tp_kv_heads=heads, g_proj=same, g_norm=lambda x, gate: x, dense=same,
+            get_state_shape=lambda: (self.layer.state_shape,), get_state_dtype=lambda: (torch.float64,),
+        )  # fmt: skip
+
+        def call(given, out):
+            module._forward(torch.cat([given[x].flatten(1) for x in "qkv"], -1), out.flatten(1), None)
+
+        if own.__bases__[-1] is CLASSES["mamba2-bailing"]:
+            module.__dict__["decode_call"] = call
 
     def _bind(self, spec):
         """Bind a pool as vLLM's runners do."""
@@ -270,9 +291,9 @@ class Fixture:
         return meta, out.split(lengths.tolist())
 
 
-def replace_keys(shape):
-    """The layer with as many key heads as heads, and square states, as vLLM's kda has."""
-    return type(shape)("kda", shape.heads, shape.key_dim, shape.key_dim)
+def square(shape):
+    """The layer with as many key heads as heads, and square states, as vLLM's kda and lightning attention have."""
+    return type(shape)(shape.kind, shape.heads, shape.key_dim, shape.key_dim)
 
 
 def patched(monkeypatch):
@@ -298,7 +319,7 @@ def patched(monkeypatch):
     def chunk_kda(q, k, v, raw_g, raw_beta, A_log, g_bias, lower_bound, initial_state, cu_seqlens, **others):
         module = SimpleNamespace(A_log=A_log, dt_bias=g_bias, gate_lower_bound=lower_bound)
         q, k, beta = unit(q[0]) * q.shape[-1] ** -0.5, unit(k[0]), raw_beta[0].sigmoid()
-        layer = replace_keys(LAYERS["kda"])
+        layer = square(LAYERS["kda"])
         out, last = scan(layer, q, k, v[0], decays(module, raw_g[0]), beta, initial_state, cu_seqlens.tolist())
         return out[None], last
 
@@ -307,7 +328,7 @@ def patched(monkeypatch):
 
     def chunk_bailing(q, k, v, g, beta, initial_state, cu_seqlens, **others):
         q, k = unit(q[0]) * q.shape[-1] ** -0.5, unit(k[0])
-        layer = replace_keys(LAYERS["kda"])
+        layer = square(LAYERS["kda"])
         out, last = scan(layer, q, k, v[0], g[0], beta[0], initial_state, cu_seqlens.tolist())
         return out[None], last
 
@@ -319,6 +340,13 @@ def patched(monkeypatch):
         q, k = unit(q[0]) * q.shape[-1] ** -0.5, unit(k[0])
         out, last = scan(layer, q, k, v[0], g[0], beta[0], initial_state, cu_seqlens.tolist())
         return out[None], last
+
+    def prefix_lightning(q, k, v, state, slope, block, **others):
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        layer, g = square(LAYERS["mamba2"]), -slope.flatten().expand(len(q), -1)
+        out, last = scan(layer, q, k, v, g, None, state[None].transpose(-1, -2), [0, len(q)])
+        state.copy_(last[0].transpose(-1, -2))
+        return out.flatten(1)
 
     def scattered(states, rows, slots):
         states[slots.long()] = rows.to(states.dtype)
@@ -336,6 +364,8 @@ def patched(monkeypatch):
     for module in (kimi_gdn_linear_attn, kimi_k3, glm5next):
         monkeypatch.setattr(module, "gather_initial_states", gathered)
     monkeypatch.setattr(glm5next, "chunk_kda_with_fused_gate", chunk_glm)
+    linear = minimax_linear_attn.MiniMaxText01LinearKernel
+    monkeypatch.setattr(linear, "jit_linear_forward_prefix", staticmethod(prefix_lightning))
     monkeypatch.setattr(glm5next, "_cast_sigmoid", torch.sigmoid)
     monkeypatch.setattr(glm5next, "scatter_states", scattered)
     monkeypatch.setattr(bailing_moe_v3, "chunk_kda", chunk_bailing)

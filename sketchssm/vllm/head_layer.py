@@ -77,6 +77,7 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
     """
 
     kind: str
+    activations: torch.dtype | None = None  # of q, k and v, if not the model's
     decoder: Any = None
     record: LayerRecord | None = None
     _settings: Settings | None = None  # without settings the layer is as vLLM's own
@@ -137,9 +138,7 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
         """Common arguments of the layer's heads. The weights must have been loaded."""
         settings = self._settings
         assert settings is not None
-        model, states = (
-            str(kind).removeprefix("torch.") for kind in (self.model_config.dtype, self.get_state_dtype()[1])
-        )
+        model, states = (str(kind).removeprefix("torch.") for kind in (self._activations, self.get_state_dtype()[-1]))
         return Recipe(
             settings.system,
             self._share,
@@ -156,8 +155,8 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
     def layout(self) -> BlockLayout:
         """Where the parts of a slot lie in a block. All processes of a tensor-parallel group have the largest."""
         sizes = self._state_bytes
-        if sizes[0] % 16:
-            raise ValueError(f"{self.prefix}: expected a state that starts at a multiple of 16 bytes, got {sizes[0]}")
+        if sum(sizes[:-1]) % 16:
+            raise ValueError(f"{self.prefix}: expected a state at a multiple of 16 bytes, got {sum(sizes[:-1])}")
         return max(
             (BlockLayout.behind(sum(sizes), self.recipe.parts(share)) for share in self._shares),
             key=lambda layout: layout.bytes,
@@ -178,7 +177,7 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
 
     @property
     def kv_cache(self) -> Any:
-        """States of convolution and recurrence, ``(blocks, ...)`` each."""
+        """States of convolution, if the layer has one, and recurrence, ``(blocks, ...)`` each."""
         return self.__dict__.get("_states", ())
 
     @kv_cache.setter
@@ -191,7 +190,7 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
         super().bind_kv_cache(kv_cache)
         if not self.active:
             return
-        states, own = self.kv_cache[1], self._own_layout
+        states, own = self.kv_cache[-1], self._own_layout
         side = kv_cache.flatten(1)[:, sum(self._state_bytes) :].view(torch.uint8)
         if self._ordinal == 0:
             share = 100 * self.layout.share
@@ -203,7 +202,11 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
 
     def _allocate(self, device: torch.device) -> None:
         if self.record is not None:
-            self.record.allocate(self.model_config.dtype, device)
+            self.record.allocate(self._activations, device)
+
+    @property
+    def _activations(self) -> torch.dtype:
+        return self.activations or self.model_config.dtype
 
     @property
     def _own_layout(self) -> BlockLayout:
@@ -254,12 +257,15 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
         for tokens, slot, begun in batch.chunks:
             assert self.record is not None
             with self.record.recording.working():
-                weight = self.conv_weight()
-                before = self._conv_states()[slot][0, :, : weight.shape[1] - 1].T
-                before, state = (before, self.kv_cache[1][slot]) if begun else (torch.zeros_like(before), None)
-                own = convolved(mixed[tokens], before.to(mixed), weight, self.conv1d.bias)
-                inputs = self.inputs(own, *(gate[tokens] for gate in gates))
-                self.record.add(inputs, state)
+                inputs = self.inputs(self._chunk(mixed[tokens], slot, begun), *(gate[tokens] for gate in gates))
+                self.record.add(inputs, self.kv_cache[-1][slot] if begun else None)
+
+    def _chunk(self, mixed: Any, slot: Any, begun: bool) -> Any:
+        """Convolve tokens ``(tokens, channels)`` of a row that is prefilled."""
+        weight = self.conv_weight()
+        before = self._conv_states()[slot][0, :, : weight.shape[1] - 1].T
+        before = before.to(mixed) if begun else mixed.new_zeros(before.shape)
+        return convolved(mixed, before, weight, self.conv1d.bias)
 
     def _advance(self, tokens: tuple[Any, ...], batch: BatchMetadata, out: Any) -> None:
         """Decode tokens ``q, k, v, g, beta``; outputs go to `out (tokens, heads, V)`."""
@@ -292,7 +298,7 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
             recipe = replace(self.recipe, system="standard", source=self.layer, phase=None)
             layout = BlockLayout.behind(sum(self._state_bytes), recipe.parts())
             side = self.__dict__["_side"] if layout.bytes else None
-            self.__dict__["decoder"] = LayerDecoder(recipe, self.kv_cache[1], side, layout)
+            self.__dict__["decoder"] = LayerDecoder(recipe, self.kv_cache[-1], side, layout)
         try:
             yield
         finally:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import torch
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+from vllm.forward_context import get_forward_context
+from vllm.v1.attention.backends.linear_attn import LinearAttentionMetadata
 
 from sketchssm.arrays.gates import GateInput
 from sketchssm.layer.recurrence import Layer
@@ -14,7 +18,7 @@ from sketchssm.serving import inputs
 from sketchssm.vllm.head_layer import HeadLayer
 from sketchssm.vllm.metadata import BatchMetadata
 
-__all__ = ["HeadBailingDelta", "HeadGatedDeltaNet", "HeadGlmDelta", "HeadKimiDelta", "HeadMamba2"]
+__all__ = ["HeadBailingDelta", "HeadGatedDeltaNet", "HeadGlmDelta", "HeadKimiDelta", "HeadLightning", "HeadMamba2"]
 
 
 class HeadMamba2(HeadLayer):
@@ -238,3 +242,86 @@ class HeadBailingDelta(HeadGlmDelta):
     def inputs(self, mixed: Any, *gates: Any) -> tuple[Any, ...]:
         """Convert tokens behind the convolution; log-decays and write gates stay."""
         return *super().inputs(mixed, *gates)[:4], gates[1]
+
+
+class HeadLightning(HeadLayer):
+    """Lightning attention: mamba2 with constant decays, in float32, without convolution; vLLM's states are transposed.
+
+    Blocks hold states as heads have them, except while vLLM prefills their rows.
+    """
+
+    kind = "mamba2"
+    activations = torch.float32
+
+    @property
+    def layer(self) -> Layer:
+        """Kind and shape of this process's share of the layer."""
+        return Layer("mamba2", self.tp_heads, self.head_dim, self.head_dim, self.tp_heads)
+
+    def decode_call(self, given: dict[str, Any], out: Any) -> None:
+        """Call `_decode_infer`."""
+        found = self._decode_infer(**given, kv_cache=None, state_indices_tensor=None, attn_metadata=self._whole())
+        out.copy_(found.view(out.shape))
+
+    def _whole(self) -> LinearAttentionMetadata:
+        """Metadata with which `_forward` gives all rows to `_decode_infer`, which takes the rows from the batch."""
+        batch: Any = self._batch()
+        tokens = int(batch.counts[0].sum())
+        rows: Any = {"query_start_loc": None, "seq_lens": None, "state_indices_tensor": None}
+        found = LinearAttentionMetadata(0, 0, batch.split.decodes + batch.split.prefills, tokens, **rows)
+        found.batch = batch
+        return found
+
+    def _forward(self, hidden_states: Any, output: Any, positions: Any) -> None:
+        batch = self._batch()
+        if batch is None:
+            super()._forward(hidden_states, output, positions)
+            return
+        context = get_forward_context().attn_metadata
+        context[self.prefix] = self._whole()
+        try:
+            super()._forward(hidden_states, output, positions)
+        finally:
+            context[self.prefix] = batch
+
+    def _decode_infer(
+        self, q: Any, k: Any, v: Any, kv_cache: Any, state_indices_tensor: Any, attn_metadata: Any
+    ) -> Any:
+        batch = getattr(attn_metadata, "batch", None)
+        if batch is None:  # rows that vLLM decodes with those that it prefills
+            return super()._decode_infer(q, k, v, kv_cache, state_indices_tensor, attn_metadata)
+        n, out = batch.split.decode_tokens, torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        mixed = torch.stack((q, k, v), 1)
+        if batch.decode is not None:
+            self._advance(self.inputs(mixed[:n]), batch, out[:n])
+        if batch.prefill is not None:
+            with self._prefill(batch, mixed):
+                inner, states = batch.inner, self.kv_cache[-1]
+                starts = inner.seq_lens == torch.diff(inner.query_start_loc)
+                states[batch.prefill.slots[starts].long()] = 0
+                given = (*(x[n:] for x in (q, k, v)), states, inner.state_indices_tensor, inner)
+                out[n:] = self._prefill_and_mix_infer(*given).view(-1, *q.shape[1:])
+        return out.flatten(1)
+
+    @contextmanager
+    def _prefill(self, batch: BatchMetadata, *given: Any) -> Iterator[None]:
+        """Surround vLLM's prefill, for which states are transposed."""
+        rows: Any = batch.prefill
+        with super()._prefill(batch, *given):
+            self._transpose(rows.continued)
+            yield
+            self._transpose(rows.slots)
+
+    def _transpose(self, slots: Any) -> None:
+        if slots is not None:
+            states, rows = self.kv_cache[-1], slots.long()
+            states[rows] = states[rows].transpose(-1, -2)
+
+    def _chunk(self, mixed: Any, slot: Any, begun: bool) -> Any:
+        return mixed
+
+    def inputs(self, mixed: Any, *gates: Any) -> tuple[Any, ...]:
+        """Take queries, keys and values ``(tokens, 3, heads, K)``, and constant decays."""
+        q, k, v = (x.contiguous() for x in mixed.unbind(1))
+        g = -self.tp_slope.flatten().to(q).expand(len(q), -1).contiguous()
+        return q, k, v, g, None

@@ -165,7 +165,7 @@ class HeadRows:
                 rows = torch.from_numpy(choice.begin).to(slots.device)
                 self._followed.begin(slots[rows], torch.from_numpy(computed[choice.begin]).to(slots.device))
                 for layer in layers:
-                    layer.record.begin(layer.kv_cache[1][slots[rows]])
+                    layer.record.begin(layer.kv_cache[-1][slots[rows]])
             if choice.follow:
                 single = np.arange(len(lengths)) < split.decodes * (lengths == 1)
                 own, single = (torch.from_numpy(x).to(slots.device) for x in (computed, single))

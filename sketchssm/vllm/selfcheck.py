@@ -21,12 +21,14 @@ BLOCK = 1
 
 def draw(layer: Any, tokens: int, generator: torch.Generator | None = None) -> dict[str, torch.Tensor]:
     """Random arguments of a request's tokens, by the names of the layer's method."""
-    shape, channels = layer.layer, layer.conv_weight().shape[0]
+    shape, states = layer.layer, layer.kv_cache[-1]
 
     def random(*size: int) -> torch.Tensor:
-        weight = layer.conv_weight()
-        return torch.randn(*size, generator=generator).to(weight.device, layer.model_config.dtype)
+        return torch.randn(*size, generator=generator).to(states.device, layer.activations or layer.model_config.dtype)
 
+    if layer.activations is not None:
+        return {name: random(tokens, shape.heads, shape.key_dim) for name in "qkv"}
+    channels = layer.conv_weight().shape[0]
     if layer.kind == "mamba2":
         return {"projected_states": random(tokens, shape.heads * shape.value_dim + channels + shape.heads)}
     mixed = random(tokens, channels)
@@ -44,6 +46,9 @@ def draw(layer: Any, tokens: int, generator: torch.Generator | None = None) -> d
 def tokens_of(layer: Any, given: dict[str, torch.Tensor]) -> tuple[Any, ...]:
     """Inputs ``q, k, v, g, beta (tokens, ...)`` of a whole request, in float64, and what mamba2 adds to outputs."""
     shape, double = layer.layer, {name: x.detach().double().cpu() for name, x in given.items()}
+    if layer.activations is not None:
+        q, k, v = (double[name].numpy() for name in "qkv")
+        return q, k, v, -layer.tp_slope.double().cpu().view(1, -1).expand(len(q), -1).numpy(), None, 0
     keys, values = (shape.key_heads, shape.key_dim), (shape.heads, shape.value_dim)
     weight = layer.conv_weight().detach().double().cpu()
     width = shape.heads * shape.value_dim
@@ -92,7 +97,8 @@ def check(layer: Any, builder: Any, config: Any) -> None:
     """
     given = draw(layer, PROMPT + STEPS)
     wanted = recurrence(layer, given)
-    shape, device = layer.layer, layer.conv_weight().device
+    shape, device = layer.layer, layer.kv_cache[-1].device
+    kind = layer.activations or layer.model_config.dtype
     found, drafts = [], config.num_speculative_tokens or 0
     with layer.exact():
         for first, count in [(0, PROMPT), *((i, 1) for i in range(PROMPT, PROMPT + STEPS))]:
@@ -107,7 +113,7 @@ def check(layer: Any, builder: Any, config: Any) -> None:
             )  # fmt: skip
             ones = torch.ones(1, dtype=torch.int32, device=device)
             metadata = builder.build(0, batch, *((ones, -ones.cpu()) if drafts else ()))
-            out = torch.empty(count, shape.heads, shape.value_dim, dtype=layer.model_config.dtype, device=device)
+            out = torch.empty(count, shape.heads, shape.value_dim, dtype=kind, device=device)
             step = {name: x[:, first : first + count] if name in ("g1", "beta") else x[first : first + count]
                     for name, x in given.items()}  # fmt: skip
             with set_forward_context({layer.prefix: metadata}, config):
