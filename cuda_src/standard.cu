@@ -5,7 +5,7 @@
 // o = s^T q + w (k . q). So s^T k and s^T q come from one reduction. SIDE rows are side by side, ROW_LANES lanes each:
 // a sum takes few shuffles, and every lane of a row knows the result.
 //
-// -D constants besides lib/common.cuh's: ROWS (even, at most 32; divides V).
+// -D constants besides lib/common.cuh's: ROWS (a multiple of 4, at most 32; divides V).
 #include "slot/call_slots.cuh"
 #include "standard/rows.cuh"
 

@@ -200,7 +200,7 @@ class TestDevice:
         layer, chosen = LAYER, ["--shape", "all", "--batch", 2, "--peers"]
         if kind == "kda":
             layer, chosen = Layer("kda", 2, 64, 64, 2), ["--shape", "tiny", "--batch", "2,3", "--raw-gate"]
-        monkeypatch.setattr(bench, "SHAPES", {"tiny": layer, "wide": Layer("mamba2", 32, 64, 64, 1)})
+        monkeypatch.setattr(bench, "SHAPES", {"tiny": layer, "wide": Layer("mamba2", 32, 80, 64, 1)})
         monkeypatch.setattr(bench, "MEAN_RANKS", {"tiny": 5, "wide": 5})
         monkeypatch.setattr(cases, "device_bandwidth", lambda: 1e12)
         monkeypatch.setattr(device, "LEAST", 1)
@@ -224,7 +224,7 @@ class TestDevice:
             assert found["state_error"] < EXACT
             assert len(found["positions"]) == WINDOW
         assert {r["shape"] for r in report["results"]} == {"tiny" if kind == "gdn" else "tiny, raw gate"}
-        assert ("wide was not timed: key_heads: the CUDA kernels don't support 1 for 32" in printed) == (kind == "gdn")
+        assert ("wide was not timed: key_dim: the CUDA kernels don't support 80" in printed) == (kind == "gdn")
         assert ("FlashInfer gdn was not timed: " in printed) == (kind == "gdn")
 
     def test_too_small_a_device(self, cupy, monkeypatch, tmp_path):

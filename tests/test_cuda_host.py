@@ -55,7 +55,7 @@ def check_states(device, oracle, state_dtype):
     [
         *((activation, "float32", name) for activation in ACTIVATIONS for name in ("mamba2", "gdn", "kda-raw")),
         *(("float32", "float32", name) for name in ("mamba2-80", "kda-64-bounded")),
-        *(("bfloat16", "float32", name) for name in ("mamba2-128", "kda")),
+        *(("bfloat16", "float32", name) for name in ("mamba2-128", "kda", "olmo-hybrid", "falcon-h1", "gla")),
         *(("float16", "float32", name) for name in ("gdn-96", "kda-64")),
         *(("bfloat16", "bfloat16", name) for name in ("mamba2", "kda", "kda-raw")),
         *(("bfloat16", "float16", name) for name in ("gdn", "kda-64-bounded")),
@@ -85,6 +85,8 @@ def test_standard(name, activation, state_dtype, rng, cupy):
         *(("kda-64", 32, "float32", "float32"), ("mamba2-80", 32, "float16", "float32")),
         *(("kda-64-bounded", 4, "bfloat16", "float32"), ("gdn", 16, "bfloat16", "bfloat16")),
         *(("kda", 16, "bfloat16", "float16"), ("mamba2-80", 4, "float32", "float16")),
+        *((name, 16, "bfloat16", "float32") for name in ("olmo-hybrid", "falcon-h1", "gla")),
+        *(("olmo-hybrid", 4, "float32", "float32"), ("gla-raw", 32, "float16", "float32")),
         *thorough(
             *(("mamba2-128", 16, "bfloat16", "float32"), ("gdn-96", 32, "float32", "float32")),
             *(("kda-64", 4, "bfloat16", "float32"), ("kda-raw", 8, "float16", "float32")),
@@ -122,6 +124,9 @@ def test_replay(name, window, activation, state_dtype, rng, cupy):
         *(("kda-64", "offline", "float32", "float32"), ("kda-64-bounded", "prior", "float32", "float32")),
         *((name, "ridge", "bfloat16", "bfloat16") for name in ("mamba2", "kda")),
         ("gdn", "lowrank", "bfloat16", "float16"),
+        *(("olmo-hybrid", "ridge", "bfloat16", "float32"), ("olmo-hybrid", "lowrank", "int8", "float32")),
+        *(("falcon-h1", "ridge", "int8", "float32"), ("nemotron-h-56b", "lowrank", "int8", "bfloat16")),
+        *(("gla", "ridge", "bfloat16", "float32"), ("gla-raw", "lowrank", "float32", "float32")),
         *thorough(
             *(("mamba2-80", "offline", "float32", "float32"), ("gdn-96", "prior", "float32", "float32")),
             *(("kda-64", "prior", "float32", "float32"), ("mamba2-128", "lowrank", "bfloat16", "float32")),

@@ -117,7 +117,7 @@ def decode(pair, calls, most):
 
 
 @pytest.mark.parametrize("activation", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", ["mamba2-80", "gdn", "kda", "kda-raw"])
+@pytest.mark.parametrize("name", ["mamba2-80", "gdn", "kda", "kda-raw", "olmo-hybrid"])
 def test_standard(name, activation, rng, cupy):
     layer = LAYERS[name]
     gate = named_gate(name, layer, rng)
@@ -132,6 +132,7 @@ def test_standard(name, activation, rng, cupy):
     [
         *((name, 16, "bfloat16") for name in ("mamba2", "gdn", "kda")),
         *(("mamba2-80", 4, "float32"), ("kda-64", 32, "float32"), ("kda-raw", 8, "float16")),
+        *(("falcon-h1", 8, "bfloat16"), ("gla", 16, "float16")),
         *thorough(("gdn-96", 8, "float16"), ("kda-64-bounded", 4, "bfloat16")),
     ],
 )
@@ -156,6 +157,8 @@ def test_replay(name, window, activation, rng, cupy):
         ("mamba2", 32, "ridge", "bfloat16", "float32"),
         ("kda", 16, "lowrank", "int8", "bfloat16"),
         ("mamba2-80", 8, "prior", "int8", "float16"),
+        *(("olmo-hybrid", 16, "ridge", "int8", "bfloat16"), ("falcon-h1", 8, "lowrank", "bfloat16", "bfloat16")),
+        ("gla-raw", 8, "ridge", "bfloat16", "bfloat16"),
         *thorough(
             ("mamba2-80", 4, "ridge", "bfloat16", "float16"),
             ("gdn", 16, "ridge", "int8", "bfloat16"),

@@ -20,6 +20,8 @@ LAYERS = {
     "mamba2": Layer("mamba2", 4, 128, 64, 2),
     "gdn": Layer("gdn", 4, 128, 80, 2),
     "kda": Layer("kda", 4, 64, 96, 4),
+    "gdn-96": Layer("gdn", 4, 96, 48, 4),
+    "mamba2-256": Layer("mamba2", 4, 256, 32, 1),
 }
 RANKS, BITS = [2, 3, FULL_STATE, 11], [1, 2, 0, 3]
 SKETCHED = 0, 1, 3
@@ -69,8 +71,8 @@ def stored(head, plan, form, slot, which):
     raw = raw[-(-size // 16) * 16 :]
     codes, first = np.zeros((value, key), int), 0
     for shift, width in ((0, 1),) if bits == 1 else ((0, 2),) if bits == 2 else ((0, 2), (2, 1)):
-        words = key * width // 64
-        plane = raw[first : first + key * value * width // 8].reshape(value // 16, 8, 4, words, 4)  # block r c p byte
+        words = -(-key * width // 64)  # whole words
+        plane = raw[first : first + value // 16 * 128 * words].reshape(value // 16, 8, 4, words, 4)  # block r c p byte
         first += plane.size
         for register in range(key // 8):
             bytes_of = plane[..., register * width // 8, :] >> (width * (register % (8 // width)))

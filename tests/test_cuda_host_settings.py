@@ -162,10 +162,10 @@ class TestBackends:
     @pytest.mark.parametrize(
         ("layer", "window", "pivots", "message"),
         [
-            (Layer("gla", 2, 64, 64), 16, 4, "kind: the CUDA kernels don't support gla"),
-            (Layer("gdn", 2, 96, 80), 16, 4, "key_dim: the CUDA kernels don't support 96"),
+            (Layer("gdn", 2, 80, 80), 16, 4, "key_dim: the CUDA kernels don't support 80"),
+            (Layer("kda", 2, 192, 64), 16, 4, "key_dim: the CUDA kernels don't support 192"),
             (Layer("gdn", 2, 64, 72), 16, 4, "value_dim: the CUDA kernels don't support 72"),
-            (Layer("mamba2", 32, 64, 80, 1), 16, 4, "key_heads: the CUDA kernels don't support 1 for 32 heads"),
+            (Layer("gdn", 2, 64, 272), 16, 4, "value_dim: the CUDA kernels don't support 272"),
             (LAYER, 12, 4, "window: the CUDA kernels don't support 12"),
             (LAYER, 16, 9, "pivots: the CUDA kernels don't support 9"),
         ],

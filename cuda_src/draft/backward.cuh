@@ -11,8 +11,8 @@ DEVICE void read_window_drafts(const Key& key, const Gates& gates, const GateInp
                                int last, int newest, float (&x)[GROUP][LK], const Put& put) {
     const float same = CHANNEL_DECAYS ? 1.f : decay(gate);
     struct Coming {
-        Packed<ACT, LK> key;
-        Packed<GATE_TYPE, LK> gates;
+        ChannelShare<ACT> key;
+        ChannelShare<GATE_TYPE> gates;
     } coming[2];
     auto load = [&](int i, int s) {
         coming[i].key.load(key(s));
@@ -96,13 +96,13 @@ DEVICE void walk_back_drafts(const DraftBuffer& buffer, const DraftScalars& gate
 #pragma unroll
     for (int t = 0; t < GROUP; t++) {
         if (lane < W && lane > last + t) scratch.weight[t][lane] = 0;
-        Packed<ACT, LK> query;
-        query.load(buffer.query(min(first + t, buffer.length - 1)) + lane * LK);
+        ChannelShare<ACT> query;
+        query.load(buffer.query(min(first + t, buffer.length - 1)));
 #pragma unroll
         for (int c = 0; c < LK; c++) x[t][c] = query[c];
     }
-    read_window_drafts([&](int s) { return buffer.key(s) + lane * LK; },
-                       [&](int s) { return buffer.gates(s) + lane * LK; }, input, gates.g, gates.beta, last, newest, x,
+    read_window_drafts([&](int s) { return buffer.key(s); },
+                       [&](int s) { return buffer.gates(s); }, input, gates.g, gates.beta, last, newest, x,
                        [&](int s, const float(&weight)[GROUP]) {
 #pragma unroll
                            for (int t = 0; t < GROUP; t++)

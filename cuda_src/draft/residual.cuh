@@ -12,8 +12,8 @@ DEVICE void multiply_draft_residual(float (&sums)[V / 16][4], const char* codes,
     constexpr int STEPS = K / 32;
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     const u16* const scales = scales_of(codes, BITS);
-    Packed<BF16, LK> columns;
-    columns.load(scales + V + lane * LK);
+    ChannelShare<BF16> columns;
+    columns.load(scales + V);
     float2 unit{};  // of draft c
 #pragma unroll
     for (int t = 0; t < GROUP; t++) {

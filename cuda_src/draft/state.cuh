@@ -8,13 +8,13 @@
 DEVICE void read_state_drafts(const Arguments& arg, int head, int row, int slot, int pos, int length, int tokens,
                               int part) {
     const int lane = threadIdx.x % 32, count = pos + length;
-    constexpr int SHARE = V / QUARTERS;
+    constexpr int SHARE = V / QUARTERS, TOKENS = (W + STATE_LANES - 1) / STATE_LANES;
     out_t* const output = arg.out.of(row) + head * V + part * SHARE;
     for (int i = lane; i < (tokens - length) * SHARE; i += 32)
         place<HEADS * V>(output, length + i / SHARE, i % SHARE)[0] = narrow<OUT>(0.f);
     if (length == 0) return;
     const Ring ring(arg.memory, slot, head);
-    const state_t* const home = arg.memory.state.of(slot) + head * V * K + lane * LK;
+    const state_t* const home = arg.memory.state.of(slot) + head * V * K;
     if (part == 0 && !SKETCHED_HEADS)  // else NewTokens does it
         for (int t = 0; t < length; t++) {
             const Token token = arg.token(row, t, head);
@@ -30,37 +30,37 @@ DEVICE void read_state_drafts(const Arguments& arg, int head, int row, int slot,
         if (lane < count) gate = lane < pos ? ring.g[lane] : *token_of(lane).g;
     if (ERASES && lane < count) beta = lane < pos ? ring.beta[lane] : *token_of(lane).beta;
     GateInput<LK> input;
-    input.load(arg.gate_input, head, lane * LK);
+    input.load(arg.gate_input, head, first_channel());
 #pragma unroll 1
     for (int first = 0; first < length; first += GROUP) {
         const int last = pos + first, newest = min(last + GROUP, count) - 1;
         float x[GROUP][LK], weight[GROUP] = {};  // lane s: weight of token s
 #pragma unroll
         for (int t = 0; t < GROUP; t++) {
-            Packed<ACT, LK> query;
-            query.load(token_of(min(last + t, newest)).q + lane * LK);
+            ChannelShare<ACT> query;
+            query.load(token_of(min(last + t, newest)).q);
 #pragma unroll
             for (int c = 0; c < LK; c++) x[t][c] = query[c];
         }
         read_window_drafts(
-            [&](int s) { return (s < pos ? ring.k + s * K : token_of(s).k) + lane * LK; },
-            [&](int s) { return (s < pos ? ring.g + s * GATES : token_of(s).g) + lane * LK; }, input, gate, beta, last,
+            [&](int s) { return s < pos ? ring.k + s * K : token_of(s).k; },
+            [&](int s) { return s < pos ? ring.g + s * GATES : token_of(s).g; }, input, gate, beta, last,
             newest, x, [&](int s, const float(&c)[GROUP]) {
 #pragma unroll
                 for (int t = 0; t < GROUP; t++)
                     if (lane == s && last + t >= s) weight[t] = c[t];
             });
         for (int from = 0; from < SHARE; from += STATE_ROWS) {
-            Packed<STATE, LK> rows[STATE_ROWS];
+            ChannelShare<STATE> rows[STATE_ROWS];
 #pragma unroll
             for (int i = 0; i < STATE_ROWS; i++)
                 if (from + i < SHARE) rows[i].load(home + (part * SHARE + from + i) * K);
                 else rows[i].clear();
-            const int own_row = from + lane / 4, value = part * SHARE + own_row;
-            float kept[W / 4];  // the lane's quarter of the tokens' values
+            const int own_row = from + lane / STATE_LANES, value = part * SHARE + own_row;
+            float kept[TOKENS];  // the lane's part of the tokens' values
 #pragma unroll
-            for (int n = 0; n < W / 4; n++) {
-                const int s = 4 * n + lane % 4;
+            for (int n = 0; n < TOKENS; n++) {
+                const int s = STATE_LANES * n + lane % STATE_LANES;
                 kept[n] = s >= count || own_row >= SHARE ? 0.f
                           : s < pos                   ? widen<ACT>(ring.v[s * V + (value ^ swizzle(s))])
                                                       : widen<ACT>(token_of(s).v[value]);
@@ -76,13 +76,13 @@ DEVICE void read_state_drafts(const Arguments& arg, int head, int row, int slot,
                 }
                 const float o = warp_sums(sums);
 #pragma unroll
-                for (int n = 0; n < W / 4; n++) {
-                    const float own = __shfl_sync(ALL, weight[t], 4 * n + lane % 4);
-                    if (4 * n + lane % 4 <= last + t) buffer += own * kept[n];
+                for (int n = 0; n < TOKENS; n++) {
+                    const int s = STATE_LANES * n + lane % STATE_LANES;
+                    const float own = __shfl_sync(ALL, weight[t], s);
+                    if (s <= last + t) buffer += own * kept[n];
                 }
-                buffer += __shfl_xor_sync(ALL, buffer, 1);
-                buffer += __shfl_xor_sync(ALL, buffer, 2);
-                if (lane % 4 == 0 && own_row < SHARE && last + t <= newest)
+                buffer = group_sum<STATE_LANES>(buffer);
+                if (lane % STATE_LANES == 0 && own_row < SHARE && last + t <= newest)
                     *place<HEADS * V>(output, first + t, own_row) = narrow<OUT>(o + buffer);
             }
         }

@@ -196,7 +196,7 @@ DEVICE void read_drafts_in_halves(const DraftReader& of, DraftMemory& memory, ch
         const DraftBuffer buffer = buffer_of(tile);
         fetch<VALUE_HALF>(arg, buffer, own, tile, full[1]);
         GateInput<LK> input;
-        input.load(arg.gate_input, tile.index, threadIdx.x % 32 * LK);
+        input.load(arg.gate_input, tile.index, first_channel());
         wait_for_copies<1>(full[0], phase);
         append<KEY_HALF>(arg, buffer, tile);
         DraftTile next;

@@ -139,47 +139,79 @@ DEVICE void multiply_twice(EncodeMemory& m, const Rows& state, const OmegaGroup&
     }
 }
 
-// A row of shared memory, four floats a lane; zeros past K.
-DEVICE float4 load_row(const float* row) {
-    const int lane = encoder_thread() % 32;
-    return K == 128 || lane < K / 4 ? reinterpret_cast<const float4*>(row)[lane] : make_float4(0, 0, 0, 0);
-}
+// A row of the basis, four floats a lane: pieces lane, lane + 32, ... of the row; zeros past K.
+struct BasisRow {
+    static constexpr int PIECES = (K / 4 + 31) / 32;
+    float4 of[PIECES] = {};
+
+    DEVICE static int piece(int i) { return encoder_thread() % 32 + 32 * i; }
+    DEVICE static bool has(int i) { return K % 128 == 0 || piece(i) < K / 4; }
+    DEVICE void load(const float* row) {
+#pragma unroll
+        for (int i = 0; i < PIECES; i++)
+            if (has(i)) of[i] = reinterpret_cast<const float4*>(row)[piece(i)];
+    }
+    DEVICE void add(float factor, const BasisRow& x) {
+#pragma unroll
+        for (int i = 0; i < PIECES; i++)
+            of[i].x += factor * x.of[i].x, of[i].y += factor * x.of[i].y, of[i].z += factor * x.of[i].z,
+                of[i].w += factor * x.of[i].w;
+    }
+    // This lane's part of the product of two rows.
+    DEVICE float dot(const BasisRow& x) const {
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < PIECES; i++)
+            sum += of[i].x * x.of[i].x + of[i].y * x.of[i].y + of[i].z * x.of[i].z + of[i].w * x.of[i].w;
+        return sum;
+    }
+};
 
 // A number as codes of int8 hold it (see codes_of), in units of the code.
 DEVICE float rounded_code(float x, float inverse) { return (fmaf(x, inverse, 0x1.8p23f) - 0x1.8p23f) * CODE_UNIT; }
 
-// Stores row g of the basis, and keeps it as stored. By one warp, four channels a lane.
-DEVICE void store_basis(EncodeMemory& m, sketch_t* packed, int g, int rank, const float4& x) {
-    const int lane = encoder_thread() % 32;
-    const bool own = lane < K / 4;
-    float four[4] = {x.x, x.y, x.z, x.w};
-    if (g >= rank) {
-        if (own) m.basis[g][lane] = make_uint2(0, 0);
-        if (SKETCH == FP32 && own) m.more[g][lane] = make_uint2(0, 0);
-        return;
-    }
+// Stores row g of the basis, and keeps it as stored. By one warp.
+DEVICE void store_basis(EncodeMemory& m, sketch_t* packed, int g, int rank, const BasisRow& row) {
     sketch_t* const to = packed + rank * V + g * K;
+    [[maybe_unused]] float inverse = 0;
     if constexpr (CODED) {
-        const float largest = warp_most(fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))));
-        const float inverse = inverse_scale(largest);
-        const float swapped[4] = {x.x, x.z, x.y, x.w};
-        if (own) reinterpret_cast<u32*>(to)[lane] = codes_of(swapped, inverse);
+        float largest = 0;
 #pragma unroll
-        for (float& y : four) y = rounded_code(y, inverse);
-        if (lane == 0) m.basis_scale[g] = scale_of(largest);
-    } else {
-        Packed<SKETCH, 4> rounded;
-        rounded.set(four);
-        if (own) rounded.store(to + 4 * lane);
-#pragma unroll
-        for (int i = 0; i < 4; i++) four[i] = rounded[i];
-        if (lane == 0) m.basis_scale[g] = 1;
+        for (const float4& x : row.of)
+            largest = fmaxf(largest, fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))));
+        largest = warp_most(largest), inverse = inverse_scale(largest);
+        if (encoder_thread() % 32 == 0 && g < rank) m.basis_scale[g] = scale_of(largest);
+    } else if (encoder_thread() % 32 == 0 && g < rank) {
+        m.basis_scale[g] = 1;
     }
-    const uint2 pairs = make_uint2(floats_to_bf16(four[0], four[1]), floats_to_bf16(four[2], four[3]));
-    if (own) m.basis[g][lane] = pairs;
-    if (SKETCH == FP32 && own)
-        m.more[g][lane] =
-            make_uint2(second_slice(four[0], four[1], pairs.x), second_slice(four[2], four[3], pairs.y));
+#pragma unroll
+    for (int i = 0; i < BasisRow::PIECES; i++) {
+        if (!BasisRow::has(i)) continue;
+        const int at = BasisRow::piece(i);
+        const float4& x = row.of[i];
+        if (g >= rank) {
+            m.basis[g][at] = make_uint2(0, 0);
+            if constexpr (SKETCH == FP32) m.more[g][at] = make_uint2(0, 0);
+            continue;
+        }
+        float four[4] = {x.x, x.y, x.z, x.w};
+        if constexpr (CODED) {
+            reinterpret_cast<u32*>(to)[at] = codes_of({x.x, x.z, x.y, x.w}, inverse);
+#pragma unroll
+            for (float& y : four) y = rounded_code(y, inverse);
+        } else {
+            Packed<SKETCH, 4> rounded;
+            rounded.set(four);
+            rounded.store(to + 4 * at);
+#pragma unroll
+            for (int e = 0; e < 4; e++) four[e] = rounded[e];
+        }
+        const uint2 pairs = make_uint2(floats_to_bf16(four[0], four[1]), floats_to_bf16(four[2], four[3]));
+        m.basis[g][at] = pairs;
+        if constexpr (SKETCH == FP32)
+            m.more[g][at] =
+                make_uint2(second_slice(four[0], four[1], pairs.x), second_slice(four[2], four[3], pairs.y));
+    }
 }
 
 // Orthonormalises the rows through their Gram matrix L D L^T: stores the rows of D^-1/2 L^-1 times them. A row that
@@ -208,12 +240,13 @@ template <int N> DEVICE void store_orthonormal_rows(EncodeMemory& m, sketch_t* p
 #pragma unroll
         for (int p = 0; p < N; p++)
             if (p == g) own = column[p];
-        float4 row = make_float4(0, 0, 0, 0);
+        BasisRow row;
 #pragma unroll 1
         for (int j = 0; j <= g && g < rank; j++) {
             const float factor = __shfl_sync(ALL, own, N + j);
-            const float4 x = load_row(m.rows[j]);
-            row.x += factor * x.x, row.y += factor * x.y, row.z += factor * x.z, row.w += factor * x.w;
+            BasisRow x;
+            x.load(m.rows[j]);
+            row.add(factor, x);
         }
         store_basis(m, packed, g, rank, row);
     }
@@ -253,14 +286,16 @@ DEVICE void adapt_basis(EncodeMemory& m, const Rows& state, const uint2* omega, 
     sync_encoders();
 #pragma unroll 1
     for (int g = warp; g < rank; g += ENCODERS) {
-        const float4 row = load_row(m.rows[g]);
+        BasisRow row;
+        row.load(m.rows[g]);
 #pragma unroll 1
         for (int first = 0; first <= g; first += BASIS_GROUP) {
             float dots[BASIS_GROUP];
 #pragma unroll
             for (int j = 0; j < BASIS_GROUP; j++) {
-                const float4 x = load_row(m.rows[min(first + j, g)]);
-                dots[j] = row.x * x.x + row.y * x.y + row.z * x.z + row.w * x.w;
+                BasisRow x;
+                x.load(m.rows[min(first + j, g)]);
+                dots[j] = row.dot(x);
             }
             const float dot = warp_sums(dots);
             if (lane % (32 / BASIS_GROUP) == 0) m.gram[g][first + lane / (32 / BASIS_GROUP)] = dot;

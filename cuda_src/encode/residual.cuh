@@ -82,6 +82,7 @@ template <int BITS, class Rows>
 DEVICE void encode_residual(EncodeMemory& m, Rows& state, char* codes, int rank) {
     constexpr float DISTANCE = level_distance(BITS), GAIN = level_gain(BITS), HALF = 1 << (BITS - 1);
     constexpr int PAIRS = K / 8;  // of a lane's columns
+    constexpr int SUMMED = round_up(PAIRS, 8);  // with zeros past them
     const int lane = encoder_thread() % 32, r = lane / 4, c = lane % 4, warp = encoder_thread() / 32;
     u16* const scales = scales_of(codes, BITS);
     float factor = 1;
@@ -96,7 +97,7 @@ DEVICE void encode_residual(EncodeMemory& m, Rows& state, char* codes, int rank)
     }
     const float2 sums = rank <= BASIS_GROUP ? subtract_sketch<1>(m, state, rank, factor)
                                             : subtract_sketch<BASIS_ROWS / BASIS_GROUP>(m, state, rank, factor);
-    u32 squares[PAIRS];
+    u32 squares[SUMMED] = {};
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const u16 scale = narrow<BF16>(DISTANCE * GAIN * sqrtf(group_sum<4>(half ? sums.y : sums.x) / K));
@@ -114,8 +115,9 @@ DEVICE void encode_residual(EncodeMemory& m, Rows& state, char* codes, int rank)
     }
     sum_over_rows(squares);
 #pragma unroll
-    for (int i = 0; i < PAIRS / 8; i++) {
-        const int own = PAIRS / 8 * r + i;
+    for (int i = 0; i < SUMMED / 8; i++) {
+        const int own = SUMMED / 8 * r + i;
+        if (SUMMED > PAIRS && own >= PAIRS) continue;
         *reinterpret_cast<float2*>(&m.squares[warp][own / 2 * 16 + 4 * c + own % 2 * 2]) =
             make_float2(__uint_as_float(squares[i] << 16), __uint_as_float(squares[i] & 0xffff0000u));
     }

@@ -30,7 +30,7 @@ DEVICE void sketch_tiles(Columns& u, const Basis& from, StateStage* rows, int gr
     auto block = [&](int i) { return group * GROUP_BLOCKS + member + i * GROUP_WARPS; };
     auto exists = [&](int i) { return GROUP_BLOCKS % GROUP_WARPS == 0 || member + i * GROUP_WARPS < GROUP_BLOCKS; };
     float sum[OWN_BLOCKS][2][4] = {}, rest[OWN_BLOCKS][2][4] = {};
-#pragma unroll(2 / OWN_BLOCKS)
+#pragma unroll(OWN_BLOCKS == 1 ? 2 : 1)
     for (int step = 0; step < STEPS; step++) {
         if constexpr (STATE == BF16 && BASIS_SLICES == 1) {
             StoredOperand basis;

@@ -44,12 +44,16 @@ DEVICE LeftOperand load_keys(const KeyStage& stage, const PreparedKeys& m, int b
     return keys;
 }
 
+// The query: as given, or in float32 among the prepared keys.
+constexpr int QUERY = RAW_KEYS ? ACT : FP32;
+DEVICE const Element<QUERY>::type* query_of(const KeyStage& stage, const PreparedKeys& m) {
+    const void* const query = RAW_KEYS ? static_cast<const void*>(stage.q) : m.query;
+    return static_cast<const Element<QUERY>::type*>(query);
+}
 // Four neighbouring channels of the query.
 DEVICE void load_query(float (&x)[4], const KeyStage& stage, const PreparedKeys& m, int channel) {
-    constexpr int TYPE = RAW_KEYS ? ACT : FP32;
-    const void* const from = RAW_KEYS ? static_cast<const void*>(&stage.q[channel]) : &m.query[channel];
-    Packed<TYPE, 4> packed;
-    packed.load(static_cast<const Element<TYPE>::type*>(from));
+    Packed<QUERY, 4> packed;
+    packed.load(query_of(stage, m) + channel);
 #pragma unroll
     for (int e = 0; e < 4; e++) x[e] = packed[e];
 }
@@ -155,6 +159,7 @@ DEVICE void solve_window(Solve& solve, const KeyStage& stage, const PreparedKeys
                 if (lane + d < 32) left *= x;
             }
         }
+        if (!ERASES && threadIdx.x % 32 < WP) solve.after[ERASES ? 0 : threadIdx.x % 32] = left;
     } else {
         left = solve.set_decays(gate);
     }

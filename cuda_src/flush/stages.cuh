@@ -156,7 +156,8 @@ struct Solve {
     alignas(16) float n[ERASES ? WP : 1][ERASES ? WP : 4];
     float weight[WP];  // power of two by which a column of Diag(d) N is divided; weight[0] is negative if by_token
     static constexpr int SCALARS = CHANNEL_DECAYS ? 1 : WP;
-    float upto[SCALARS], after[SCALARS];  // scalar decays D_{1:s} and D_{s+1:n}
+    float upto[SCALARS];                             // scalar decays D_{1:s}
+    float after[CHANNEL_DECAYS && ERASES ? 1 : WP];  // scalar decays D_{s+1:n}; of gla: d_s
 
     // Whether the fold warps fold the window token by token (flush/fold_tokens.cuh): if a beta is above 1.
     DEVICE bool by_token() const { return ERASES && weight[0] < 0; }

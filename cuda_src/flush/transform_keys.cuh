@@ -35,7 +35,7 @@ DEVICE void copy_keys(PreparedKeys& m, const KeyStage& stage, int count, int mem
 
 // The decayed Gram matrix is computed on the tensor cores (tile_gram), unless a channel keeps less than 2^-40 over 8
 // tokens.
-constexpr bool TILED_GRAM = CHANNEL_DECAYS && WP == 16;
+constexpr bool TILED_GRAM = CHANNEL_DECAYS && ERASES && WP == 16;
 constexpr float STEEP = -27.7f;
 
 // A thread's channel. Two neighbouring threads share a channel and have 8 of each 16 tokens each. A warp has 16
@@ -244,22 +244,22 @@ DEVICE void decayed_gram(Solve& table, const KeyStage& stage, int count, int mem
     for (int job = member / 32 * 2; job < WP; job += job % 2 ? 2 * (TRANSFORM_THREADS / 32) - 1 : 1) {
         const int s = job % 2 ? job / 2 : WP - 1 - job / 2;
         if (s < count) {
-            Packed<ACT, LK> last;
-            last.load(&stage.k[s][LK * lane]);
+            ChannelShare<ACT> last;
+            last.load(stage.k[s]);
             float key[LK];
 #pragma unroll
             for (int i = 0; i < LK; i++) key[i] = last[i];
             for (int first = (s - 1) / 8 * 8; first >= 0 && s > 0; first -= 8) {
-                const float* const decays = &stage.g[0][LK * lane % GATES] + first * GATES;
-                const act_t* const others = &stage.k[first][LK * lane];
+                const float* const decays = stage.gate(first, 0);
+                const act_t* const others = stage.k[first];
                 float sums[8];
 #pragma unroll
                 for (int n = 7; n >= 0; n--) {
                     const int j = first + n;
                     sums[n] = 0;
                     if (j >= s) continue;
-                    Packed<FP32, LK> one;
-                    Packed<ACT, LK> other;
+                    ChannelShare<FP32> one;
+                    ChannelShare<ACT> other;
                     one.load(decays + (n + 1) * GATES), other.load(others + n * KEY_ROW);
 #pragma unroll
                     for (int i = 0; i < LK; i++) {
@@ -293,7 +293,7 @@ DEVICE void transform_keys(PreparedKeys& m, Solve& table, TransformShared& share
         // the decays stored below overwrite raw gates that other threads read above
         if (RAW_GATE) named_barrier_sync<TRANSFORM_THREADS>(TRANSFORM_BARRIER);
         if (works) {
-            own.put(stage, member, TILED_GRAM);
+            if (ERASES) own.put(stage, member, TILED_GRAM);
             __syncwarp();
             if (TILED_GRAM) starts = tile_gram(stage, count, member);
         }
@@ -304,7 +304,7 @@ DEVICE void transform_keys(PreparedKeys& m, Solve& table, TransformShared& share
     named_barrier_sync<TRANSFORM_THREADS>(TRANSFORM_BARRIER);
     const float power =
         power_for<HALF_EXPONENT>(warp_most(shared.most[RAW_KEYS ? 0 : member % (TRANSFORM_THREADS / 32)]));
-    if constexpr (CHANNEL_DECAYS) {
+    if constexpr (CHANNEL_DECAYS && ERASES) {
         const bool steep = __any_sync(ALL, shared.steep[RAW_KEYS ? 0 : member % (TRANSFORM_THREADS / 32)]);
         if (TILED_GRAM && !steep) {
             sum_tiles(table, stage, member);
@@ -327,7 +327,7 @@ DEVICE void transform_keys(PreparedKeys& m, Solve& table, TransformShared& share
             for (int i = 0; i < 2; i++)
                 m.starts[0][RAW_KEYS ? 0 : member / 32 % STEPS][i][RAW_KEYS ? 0 : member % 32 ^ 4 * i] =
                     make_float4(starts.a[i][0], starts.a[i][1], starts.a[i][2], starts.a[i][3]);
-        } else {
+        } else if (ERASES) {
             own.decay_from_start(m, member);
         }
         own.decay_to_end(m, shared, member, power);

@@ -9,7 +9,6 @@
 
 constexpr int HEADS_PER_KEY = HEADS / KEY_HEADS;  // value heads that share a key head
 constexpr int GATES = CHANNEL_DECAYS ? K : 1;     // log-decays of a head and token
-constexpr int LK = K / 32;                        // key channels of a lane: [LK * lane, LK * lane + LK)
 constexpr u32 ALL = 0xffffffffu;
 
 template <int TYPE> struct Element { typedef u16 type; };
@@ -95,6 +94,23 @@ template <int TYPE, int N> struct Packed {
     DEVICE float operator[](int i) const {
         if constexpr (TYPE == FP32) return __uint_as_float(word[i]);
         else return widen<TYPE>(static_cast<u16>(word[i / 2] >> (16 * (i % 2))));
+    }
+};
+
+// How the lanes of a warp share a key's channels: lane l has the LK channels from LK l on, as far as the key has them.
+constexpr int LK = K <= 64 ? 2 : K <= 128 ? 4 : 8, CHANNEL_LANES = K / LK;
+static_assert(K % LK == 0 && CHANNEL_LANES <= 32, "every lane has all of its channels or none");
+DEVICE bool has_channels() { return CHANNEL_LANES == 32 || threadIdx.x % 32 < CHANNEL_LANES; }
+// The lane's first channel; where the lane has none, those of the last lane that has some.
+DEVICE int first_channel() { return LK * min(static_cast<int>(threadIdx.x % 32), CHANNEL_LANES - 1); }
+// A lane's channels of a row of K elements; zeros where the lane has none.
+template <int TYPE> struct ChannelShare : Packed<TYPE, LK> {
+    DEVICE void load(const typename Element<TYPE>::type* row) {
+        if (has_channels()) Packed<TYPE, LK>::load(row + LK * (threadIdx.x % 32));
+        else this->clear();
+    }
+    DEVICE void store(typename Element<TYPE>::type* row) const {
+        if (has_channels()) Packed<TYPE, LK>::store(row + LK * (threadIdx.x % 32));
     }
 };
 

@@ -36,24 +36,24 @@ DEVICE void store_factors(ColumnDots& dots, const Sums& sums, const Columns& u, 
     const SmallPart<small_t> small(packed, rank);
     const float root = rsqrtf(mu);
     constexpr int AHEAD = RAW_KEYS ? 8 : 2;  // projection rows in flight; fewer make the code of many roles shorter
-    Packed<CODED ? BF16 : SKETCH, MINE> rows[AHEAD];
+    ChannelShare<CODED ? BF16 : SKETCH> rows[AHEAD];
 #pragma unroll
     for (int g = 0; g < AHEAD; g++) {
         rows[g].clear();
-        if (g < rank) rows[g].load(projection + g * K + MINE * lane);
+        if (g < rank) rows[g].load(projection + g * K);
     }
     dots_of_columns(dots, u, rank);
     columns_empty.arrive();
     wait_sums();
 
     float r[PIVOTS][PIVOTS], inverse[PIVOTS];  // R above its diagonal, and the inverse of its diagonal
-    float image[PIVOTS][MINE];                 // S U_p, then B
+    float image[PIVOTS][LK];                 // S U_p, then B
     float low[PIVOTS], residual;               // of column `lane`: U^T U_p, then L; the residual's diagonal
 #pragma unroll
     for (int i = 0; i < PIVOTS; i++) {
 #pragma unroll
-        for (int n = 0; n < MINE; n++) image[i][n] = 0;
-        if (i < p) sum_parts(sums, i, MINE * lane, image[i]);
+        for (int n = 0; n < LK; n++) image[i][n] = 0;
+        if (i < p && has_channels()) sum_parts(sums, i, LK * lane, image[i]);
 #pragma unroll
         for (int j = 0; j <= i; j++) r[j][i] = i < p ? dots[i][j] : 0.f;
     }
@@ -93,7 +93,7 @@ DEVICE void store_factors(ColumnDots& dots, const Sums& sums, const Columns& u, 
     };
     float squares = 0;
 #pragma unroll
-    for (int n = 0; n < MINE; n++) {
+    for (int n = 0; n < LK; n++) {
         substitute([&](int i) -> float& { return image[i][n]; });
 #pragma unroll
         for (int i = 0; i < PIVOTS; i++) {
@@ -139,32 +139,33 @@ DEVICE void store_factors(ColumnDots& dots, const Sums& sums, const Columns& u, 
         for (int n = 0; n < AHEAD; n++) {
             const int g = first + n;
             if (g >= rank) break;
-            const Packed<CODED ? BF16 : SKETCH, MINE> row = rows[n];
-            if (g + AHEAD < rank) rows[n].load(projection + (g + AHEAD) * K + MINE * lane);
+            const ChannelShare<CODED ? BF16 : SKETCH> row = rows[n];
+            if (g + AHEAD < rank) rows[n].load(projection + (g + AHEAD) * K);
 #pragma unroll
             for (int i = 0; i < PIVOTS; i++)
 #pragma unroll
-                for (int c = 0; c < MINE; c++) image[i][c] -= row[c] * dots[g][i];
+                for (int c = 0; c < LK; c++) image[i][c] -= row[c] * dots[g][i];
         }
     __syncwarp();  // before the next products are stored
 #pragma unroll
     for (int i = 0; i < PIVOTS; i++) {
         if constexpr (CODED) {
             if (i >= p) break;
-            float four[4];  // of the lane's word
+            constexpr int EACH = LK < 4 ? 1 : LK / 4;  // words of a lane
+            float words[EACH][4];
 #pragma unroll
-            for (int n = 0; n < 4; n++)
-                four[n] = MINE == 4 ? image[i][n % MINE]
-                                    : __shfl_sync(ALL, image[i][n % MINE], (2 * lane + n / 2) % 32);
-            const float scale = store_row_codes(b + i * K, [&](int, float(&x)[4]) {
+            for (int n = 0; n < 4 * EACH; n++)
+                words[n / 4][n % 4] = LK >= 4 ? image[i][n % LK]
+                                              : __shfl_sync(ALL, image[i][n % LK], (2 * lane + n / 2) % 32);
+            const float scale = store_row_codes(b + i * K, [&](int channel, float(&x)[4]) {
 #pragma unroll
-                for (int n = 0; n < 4; n++) x[n] = four[n];
+                for (int n = 0; n < 4; n++) x[n] = words[channel / 4 % EACH][n];
             });
             if (lane == 0) small.pivot_scale[i] = scale;
         } else {
-            Packed<SKETCH, MINE> rounded;
+            ChannelShare<SKETCH> rounded;
             rounded.set(image[i]);
-            if (i < p) rounded.store(b + i * K + MINE * lane);
+            if (i < p) rounded.store(b + i * K);
         }
     }
 

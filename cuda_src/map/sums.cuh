@@ -2,7 +2,6 @@
 #pragma once
 #include "flush/sketch.cuh"
 
-constexpr int MINE = K / 32;  // neighbouring channels of a lane
 // A pivot is left out if its squared relative residual is at most INDEPENDENT, the square of PIVOT_TOLERANCE
 // (sketchssm/reference/maps.py).
 constexpr float INDEPENDENT = 9e-6f;

@@ -16,12 +16,12 @@ DEVICE void walk_back(const TileBuffer& buffer, const TokenScalars& gates, const
 
 // N rows of a map or of the pivots, stored in float32, LK channels a lane.
 template <int N> struct LaneRows {
-    Packed<SMALL, LK> of[N];
+    ChannelShare<SMALL> of[N];
 
     // Rows first, first + 1, ... of `count` > 0; indices past the end load the last row.
     DEVICE void load(const small_t* rows, int first, int count) {
 #pragma unroll
-        for (int j = 0; j < N; j++) of[j].load(rows + min(first + j, count - 1) * K + threadIdx.x % 32 * LK);
+        for (int j = 0; j < N; j++) of[j].load(rows + min(first + j, count - 1) * K);
     }
     // Products of the rows with the effective query.
     DEVICE void multiply(const float (&x)[LK], float* to) const {

@@ -33,34 +33,41 @@ DEVICE float2 slice_query(float (&x)[LK], signed char* slices) {
     for (int n = 0; n < LK; n++) most = fmaxf(most, fabsf(x[n]));
     most = warp_most(most);
     const float inverse = most > LEAST_QUERY ? __fdividef(SLICE, most) : 0.f;
-    u32 words[2] = {};
+    constexpr int WORDS = (LK + 3) / 4;
+    u32 words[2][WORDS] = {};
 #pragma unroll
     for (int n = 0; n < LK; n++) {
         // 1.5 * 2^23 has a unit of 1: the low byte of a sum with it is the nearest integer, in two's complement
         const float first = fmaf(x[n], inverse, 0x1.8p23f), high = first - 0x1.8p23f;
         const float second = fmaf(fmaf(x[n], inverse, -high), NEXT_SLICE, 0x1.8p23f), low = second - 0x1.8p23f;
-        words[0] |= (__float_as_uint(first) & 0xff) << (8 * n);
-        words[1] |= (__float_as_uint(second) & 0xff) << (8 * n);
+        words[0][n / 4] |= (__float_as_uint(first) & 0xff) << (8 * (n % 4));
+        words[1][n / 4] |= (__float_as_uint(second) & 0xff) << (8 * (n % 4));
         sum += high + low * (1 / NEXT_SLICE);
     }
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 2 * WORDS; i++) {
         // channels 16 q + 4 c to 16 q + 4 c + 3 are word q of lanes (r, c)
-        const int channel = threadIdx.x % 32 * LK;
-        signed char* const to = slices + i * K + channel / 4 % 4 * (K / 4) + channel / 16 * 4 + channel % 4;
-        if constexpr (LK == 4) *reinterpret_cast<u32*>(to) = words[i];
-        else *reinterpret_cast<u16*>(to) = static_cast<u16>(words[i]);
+        const int slice = i / WORDS, channel = threadIdx.x % 32 * LK + 4 * (i % WORDS);
+        signed char* const to = slices + slice * K + channel / 4 % 4 * (K / 4) + channel / 16 * 4 + channel % 4;
+        if (!has_channels()) continue;
+        if constexpr (LK >= 4) *reinterpret_cast<u32*>(to) = words[slice][i % WORDS];
+        else *reinterpret_cast<u16*>(to) = static_cast<u16>(words[slice][0]);
     }
     return make_float2(most * (1 / SLICE), warp_sum(sum));
 }
 
 // This lane's words of a query's slice, as right operands.
 DEVICE void load_slices(uint2 (&query)[K / 32], const signed char* slice) {
-    const uint4* const own = reinterpret_cast<const uint4*>(slice + threadIdx.x % 4 * (K / 4));
+    const signed char* const own = slice + threadIdx.x % 4 * (K / 4);
+    if constexpr (K % 64 == 0) {
 #pragma unroll
-    for (int i = 0; i < K / 64; i++) {
-        const uint4 four = own[i];
-        query[2 * i] = make_uint2(four.x, four.y), query[2 * i + 1] = make_uint2(four.z, four.w);
+        for (int i = 0; i < K / 64; i++) {
+            const uint4 four = reinterpret_cast<const uint4*>(own)[i];
+            query[2 * i] = make_uint2(four.x, four.y), query[2 * i + 1] = make_uint2(four.z, four.w);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < K / 32; i++) query[i] = reinterpret_cast<const uint2*>(own)[i];
     }
 }
 // d += the codes of a block of 16 rows times the slices.
@@ -82,8 +89,8 @@ template <int BITS>
 DEVICE void multiply_residual(ResidualShare& out, const char* codes, int h, float (&x)[LK], signed char* slices) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     const u16* const scales = scales_of(codes, BITS);
-    Packed<BF16, LK> columns;
-    columns.load(scales + V + lane * LK);
+    ChannelShare<BF16> columns;
+    columns.load(scales + V);
 #pragma unroll
     for (int n = 0; n < LK; n++) x[n] *= columns[n];
     const float2 unit = slice_query(x, slices);
@@ -138,15 +145,15 @@ template <class Buffer>
 DEVICE void effective_query(float (&x)[LK], const act_t* query, const Buffer& buffer, const float* parts, int newest,
                             float decay) {
     const int lane = threadIdx.x % 32;
-    Packed<ACT, LK> packed;
-    packed.load(query + lane * LK);
+    ChannelShare<ACT> packed;
+    packed.load(query);
 #pragma unroll
     for (int n = 0; n < LK; n++) x[n] = packed[n];
     if constexpr (ERASES) {
 #pragma unroll 4
         for (int s = 0; s <= newest; s++) {
-            Packed<ACT, LK> key;
-            key.load(buffer.key(s) + lane * LK);
+            ChannelShare<ACT> key;
+            key.load(buffer.key(s));
 #pragma unroll
             for (int n = 0; n < LK; n++) x[n] -= parts[s] * key[n];
         }

@@ -17,10 +17,12 @@ constexpr int KEY_CHUNKS = K / 32;
 
 // Operand order of this kernel for m16n8k16: lane (r, c) has chunks of 8 channels of row r. Chunk i is the 16-byte
 // piece number piece_of(i) of the row. All operands have their channels in the same order, so the sum does not depend
-// on the order. With codes, chunks 2i and 2i + 1 are neighbours: one 16-byte load gets the codes of both.
+// on the order. With codes, chunks 2i and 2i + 1 are neighbours: one 16-byte load gets the codes of both (unless the
+// number of chunks is odd).
+constexpr bool PAIRED = CODED && KEY_CHUNKS % 2 == 0;
 DEVICE int piece_of(int i) {
     const int c = threadIdx.x % 4;
-    return CODED ? 8 * (i / 2) + 2 * c + i % 2 : 4 * i + c;
+    return PAIRED ? 8 * (i / 2) + 2 * c + i % 2 : 4 * i + c;
 }
 
 struct QuerySlices {
@@ -31,10 +33,11 @@ struct QuerySlices {
 
     // Stores the query, LK channels a lane.
     DEVICE void set(const float (&x)[LK]) {
+        if (!has_channels()) return;
 #pragma unroll
         for (int n = 0; n < LK; n += 2) {
             const int word = (threadIdx.x % 32 * LK + n) / 2, piece = word / 4;
-            const int c = CODED ? piece / 2 % 4 : piece % 4, i = CODED ? piece / 8 * 2 + piece % 2 : piece / 4;
+            const int c = PAIRED ? piece / 2 % 4 : piece % 4, i = PAIRED ? piece / 8 * 2 + piece % 2 : piece / 4;
             const u32 low = __float_as_uint(x[n]), high = __float_as_uint(x[n + 1]);
             auto put = [&](int slice, u32 pair) { words(slice, word % 2, c)[i * 2 + word / 2 % 2] = pair; };
             put(0, __byte_perm(low, high, 0x7632));
@@ -81,13 +84,22 @@ DEVICE uint4 chunk(const void* row, int i) { return static_cast<const uint4*>(ro
 
 // A lane's row of 16-bit numbers, or of codes; codes are widened at each use.
 template <bool CODES> struct RowFragment {
-    static constexpr int LOADS = CODES ? K / 64 : KEY_CHUNKS;
+    static constexpr int LOADS = CODES ? (KEY_CHUNKS + 1) / 2 : KEY_CHUNKS;
     uint4 x[LOADS];
 
     DEVICE void load(const void* row) {
 #pragma unroll
-        for (int i = 0; i < LOADS; i++)
-            x[i] = CODES ? static_cast<const uint4*>(row)[4 * i + threadIdx.x % 4] : chunk(row, i);
+        for (int i = 0; i < LOADS; i++) {
+            if constexpr (!CODES) {
+                x[i] = chunk(row, i);
+            } else if constexpr (PAIRED) {
+                x[i] = static_cast<const uint4*>(row)[4 * i + threadIdx.x % 4];
+            } else {
+                const uint2* const codes = static_cast<const uint2*>(row);
+                const uint2 low = codes[piece_of(2 * i)], high = codes[piece_of(min(2 * i + 1, KEY_CHUNKS - 1))];
+                x[i] = make_uint4(low.x, low.y, high.x, high.y);
+            }
+        }
     }
     DEVICE uint4 of(int i) const {
         if constexpr (!CODES) return x[i];
@@ -208,10 +220,18 @@ struct QueryFragment {
         load_slice(slices.words(r / 2 % 2, r % 2, threadIdx.x % 4));
     }
     DEVICE void load_slice(const u32* words) {
+        if constexpr (KEY_CHUNKS % 2 == 0) {
 #pragma unroll
-        for (int i = 0; i < KEY_CHUNKS; i += 2) {
-            const uint4 four = *reinterpret_cast<const uint4*>(words + 2 * i);
-            x[i][0] = four.x, x[i][1] = four.y, x[i + 1][0] = four.z, x[i + 1][1] = four.w;
+            for (int i = 0; i < KEY_CHUNKS; i += 2) {
+                const uint4 four = *reinterpret_cast<const uint4*>(words + 2 * i);
+                x[i][0] = four.x, x[i][1] = four.y, x[i + 1][0] = four.z, x[i + 1][1] = four.w;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < KEY_CHUNKS; i++) {
+                const uint2 two = *reinterpret_cast<const uint2*>(words + 2 * i);
+                x[i][0] = two.x, x[i][1] = two.y;
+            }
         }
     }
     DEVICE void multiply(float (&d)[4], const uint4& row, int i) const {

@@ -4,7 +4,8 @@
 #include "read/tile.cuh"
 
 constexpr int QUARTERS = 4;
-constexpr int STATE_ROWS = 8;  // value rows of the state that a warp has in flight
+constexpr int STATE_ROWS = LK > 4 ? 4 : 8;    // value rows of the state that a warp has in flight
+constexpr int STATE_LANES = 32 / STATE_ROWS;  // lanes that share a value row of the output
 
 typedef Packed<ACT, ValueShare::WIDTH> LaneValues[ValueShare::COUNT];
 
@@ -13,17 +14,17 @@ typedef Packed<ACT, ValueShare::WIDTH> LaneValues[ValueShare::COUNT];
 DEVICE void append_token(const Token& token, const Ring& ring, const LaneValues& values, int pos, int head) {
     const int lane = threadIdx.x % 32;
     if (head % HEADS_PER_KEY == 0) {
-        Packed<ACT, LK> key;
-        key.load(token.k + lane * LK);
-        key.store(ring.k + pos * K + lane * LK);
+        ChannelShare<ACT> key;
+        key.load(token.k);
+        key.store(ring.k + pos * K);
     }
 #pragma unroll
     for (int i = 0; i < ValueShare::COUNT; i++)
         if (ValueShare::at(i) < V) values[i].store(ring.v + pos * V + ValueShare::at(i));
     if constexpr (CHANNEL_DECAYS) {
-        Packed<GATE_TYPE, LK> gate;
-        gate.load(token.g + lane * LK);
-        gate.store(ring.g + pos * K + lane * LK);
+        ChannelShare<GATE_TYPE> gate;
+        gate.load(token.g);
+        gate.store(ring.g + pos * K);
     } else if (lane == 0) {
         ring.g[pos] = *token.g;
     }
@@ -44,17 +45,18 @@ DEVICE WindowRead read_ring(const Token& token, const Ring& ring, const GateInpu
     static_assert(W <= 32, "lane s keeps the scalars of token s");
     const int lane = threadIdx.x % 32;
     WindowRead window;
-    constexpr int HELD = ERASES ? CHUNKS : 1;  // the delta rule needs every key twice: all keys stay in registers
-    Packed<ACT, LK> query, newest, keys[HELD][CHUNK];
-    auto fetch = [&](int n, Packed<ACT, LK>(&into)[CHUNK]) {
+    // A pass back needs every key twice: all keys stay in registers.
+    constexpr int HELD = ERASES || CHANNEL_DECAYS ? CHUNKS : 1;
+    ChannelShare<ACT> query, newest, keys[HELD][CHUNK];
+    auto fetch = [&](int n, ChannelShare<ACT>(&into)[CHUNK]) {
 #pragma unroll
         for (int i = 0; i < CHUNK; i++) {
             into[i].clear();
-            if (n * CHUNK + i < pos) into[i].load(ring.k + (n * CHUNK + i) * K + lane * LK);
+            if (n * CHUNK + i < pos) into[i].load(ring.k + (n * CHUNK + i) * K);
         }
     };
-    query.load(token.q + lane * LK);
-    newest.load(token.k + lane * LK);
+    query.load(token.q);
+    newest.load(token.k);
 #pragma unroll
     for (int n = 0; n < HELD; n++) fetch(n, keys[n]);
     float gate = 0, beta = 0;  // of token number `lane`
@@ -64,7 +66,7 @@ DEVICE WindowRead read_ring(const Token& token, const Ring& ring, const GateInpu
     for (int c = 0; c < LK; c++) window.x[c] = query[c];
     window.weight = 0;
 
-    if constexpr (!ERASES) {
+    if constexpr (!ERASES && !CHANNEL_DECAYS) {
         // c_s = exp(g_{s+1} + ... + g_t) <k_s, q>, for all tokens at once
         const float after = sum_of_later<32>(gate);
         float dot = 0;
@@ -93,23 +95,24 @@ DEVICE WindowRead read_ring(const Token& token, const Ring& ring, const GateInpu
         for (int c = 0; c < LK; c++) window.x[c] *= whole;
     } else {
         const float same = CHANNEL_DECAYS ? 1.f : decay(gate);  // of token number `lane`
-        auto back = [&](int s, const Packed<ACT, LK>& key, const float* gates) {
+        auto back = [&](int s, const ChannelShare<ACT>& key, const float* gates) {
             float product = 0;
 #pragma unroll
             for (int c = 0; c < LK; c++) product += key[c] * window.x[c];
-            const float weight = __shfl_sync(ALL, beta, s) * warp_sum(product);
+            const float weight = (ERASES ? __shfl_sync(ALL, beta, s) : 1.f) * warp_sum(product);
             const float one = __shfl_sync(ALL, same, s);
             if (lane == s) window.weight = weight;
 #pragma unroll
             for (int c = 0; c < LK; c++)
                 window.x[c] =
-                    (CHANNEL_DECAYS ? decay(input.log_decay(gates[c], c)) : one) * (window.x[c] - weight * key[c]);
+                    (CHANNEL_DECAYS ? decay(input.log_decay(gates[c], c)) : one) *
+                    (ERASES ? window.x[c] - weight * key[c] : window.x[c]);
         };
         constexpr int FETCH = CHANNEL_DECAYS ? CHUNK : 1;
         float gates[FETCH][LK];
         if constexpr (CHANNEL_DECAYS) {
-            Packed<GATE_TYPE, LK> packed;
-            packed.load(token.g + lane * LK);
+            ChannelShare<GATE_TYPE> packed;
+            packed.load(token.g);
 #pragma unroll
             for (int c = 0; c < LK; c++) gates[0][c] = packed[c];
         }
@@ -120,9 +123,9 @@ DEVICE WindowRead read_ring(const Token& token, const Ring& ring, const GateInpu
             if constexpr (CHANNEL_DECAYS) {
 #pragma unroll
                 for (int i = 0; i < CHUNK; i++) {
-                    Packed<GATE_TYPE, LK> packed;
+                    ChannelShare<GATE_TYPE> packed;
                     packed.clear();
-                    if (n * CHUNK + i < pos) packed.load(ring.g + (n * CHUNK + i) * K + lane * LK);
+                    if (n * CHUNK + i < pos) packed.load(ring.g + (n * CHUNK + i) * K);
 #pragma unroll
                     for (int c = 0; c < LK; c++) gates[i % FETCH][c] = packed[c];
                 }
@@ -138,13 +141,13 @@ DEVICE WindowRead read_ring(const Token& token, const Ring& ring, const GateInpu
 // A quarter of the value rows of one (row, head).
 DEVICE void read_state(const Arguments& arg, int head, int row, int slot, int pos, int part) {
     const int lane = threadIdx.x % 32;
-    constexpr int SHARE = V / QUARTERS;  // 16, 20, 24 or 32 rows
+    constexpr int SHARE = V / QUARTERS;
     const Token token(arg.inputs, row, head);
     const Ring ring(arg.memory, slot, head);
-    const state_t* const home = arg.memory.state.of(slot) + head * V * K + lane * LK;
-    Packed<STATE, LK> rows[STATE_ROWS];
+    const state_t* const home = arg.memory.state.of(slot) + head * V * K;
+    ChannelShare<STATE> rows[STATE_ROWS];
 #pragma unroll
-    for (int i = 0; i < STATE_ROWS; i++) rows[i].load(home + (part * SHARE + i) * K);
+    for (int i = 0; i < STATE_ROWS; i++) rows[i].load(home + (part * SHARE + i % SHARE) * K);
     LaneValues newest;
 #pragma unroll
     for (int i = 0; i < ValueShare::COUNT; i++) {
@@ -152,7 +155,7 @@ DEVICE void read_state(const Arguments& arg, int head, int row, int slot, int po
         if (part == 0 && ValueShare::at(i) < V) newest[i].load(token.v + ValueShare::at(i));
     }
     GateInput<LK> input;
-    input.load(arg.gate_input, head, lane * LK);
+    input.load(arg.gate_input, head, first_channel());
     const WindowRead window = read_ring(token, ring, input, pos);
     if (part == 0 && !SKETCHED_HEADS) append_token(token, ring, newest, pos, head);  // else NewTokens does it
     // The addresses are computed again here: kept from above, they would occupy registers.
@@ -169,18 +172,17 @@ DEVICE void read_state(const Arguments& arg, int head, int row, int slot, int po
 #pragma unroll
         for (int i = 0; i < STATE_ROWS; i++)
             if (first + STATE_ROWS + i < SHARE) rows[i].load(home + (part * SHARE + first + STATE_ROWS + i) * K);
-        // Four lanes share a value row; each adds a quarter of the buffered tokens.
+        // STATE_LANES lanes share a value row; each adds its part of the buffered tokens.
         float o = warp_sums(sums), buffer = 0;
-        const int own = first + lane / 4, value = part * SHARE + own;
+        const int own = first + lane / STATE_LANES, value = part * SHARE + own;
 #pragma unroll
-        for (int s = 0; s < W; s += 4) {
-            const int mine = s + lane % 4;
+        for (int s = 0; s < W; s += STATE_LANES) {
+            const int mine = s + lane % STATE_LANES;
             const float weight = __shfl_sync(ALL, window.weight, mine);
             if (mine <= pos && own < SHARE)
                 buffer += weight * widen<ACT>(mine < pos ? kept[mine * V + (value ^ swizzle(mine))] : own_value[value]);
         }
-        buffer += __shfl_xor_sync(ALL, buffer, 1);
-        buffer += __shfl_xor_sync(ALL, buffer, 2);
-        if (lane % 4 == 0 && own < SHARE) arg.out.of(row)[head * V + value] = narrow<OUT>(o + buffer);
+        buffer = group_sum<STATE_LANES>(buffer);
+        if (lane % STATE_LANES == 0 && own < SHARE) arg.out.of(row)[head * V + value] = narrow<OUT>(o + buffer);
     }
 }

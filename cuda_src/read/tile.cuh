@@ -6,7 +6,8 @@
 
 // Products along K use the tensor cores if the operands can be loaded as they are stored and decays are scalar.
 constexpr bool MATRIX = !CHANNEL_DECAYS && ACT == BF16 && SKETCH != FP32 && W <= 16;
-constexpr int TILE_HEADS = MATRIX && HEADS_PER_KEY % 2 == 0 ? 2 : 1;
+// Two heads of more than 128 value channels would need too many registers for their outputs.
+constexpr int TILE_HEADS = MATRIX && HEADS_PER_KEY % 2 == 0 && V <= 128 ? 2 : 1;
 constexpr int ROW_TILES = HEADS / TILE_HEADS;  // tiles of a row
 constexpr int KEY_TILES = HEADS_PER_KEY / TILE_HEADS;  // tiles of a row that share a key head
 // Lanes per head when a warp works on the heads side by side: lane l holds the scalar gate of token l % SPAN, at head

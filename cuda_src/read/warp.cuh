@@ -209,7 +209,7 @@ DEVICE void read_tiles_in_halves(const TileReader& of, WarpMemory& memory, char*
         const TileBuffer buffer = buffer_of(tile);
         fetch<VALUE_HALF>(arg, buffer, own, tile, full[1]);
         GateInput<LK> input;
-        input.load(arg.gate_input, tile.index, threadIdx.x % 32 * LK);
+        input.load(arg.gate_input, tile.index, first_channel());
         full[0].wait(phase);
         copy_async_wait<0>();
         __syncwarp();

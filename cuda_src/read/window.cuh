@@ -32,16 +32,14 @@ DEVICE void read_window(const TokenPointers& tokens, const GateInput<LK>& input,
                         float* weights) {
     const int lane = threadIdx.x % 32;
     const float same = CHANNEL_DECAYS ? 1.f : decay(gate);
-    const act_t* const keys = tokens.k + lane * LK;
-    const gate_t* const gates = tokens.g + lane * LK;
     // This lane's channels of a token, as stored.
     struct Coming {
-        Packed<ACT, LK> key;
-        Packed<GATE_TYPE, LK> gates;
+        ChannelShare<ACT> key;
+        ChannelShare<GATE_TYPE> gates;
     } coming[2];
     auto load = [&](int i, int s) {
-        coming[i].key.load(keys + s * K);
-        if (CHANNEL_DECAYS) coming[i].gates.load(gates + s * K);
+        coming[i].key.load(tokens.k + s * K);
+        if (CHANNEL_DECAYS) coming[i].gates.load(tokens.g + s * K);
     };
     auto unpack = [&](int i, int s, float(&key)[LK], float(&decays)[LK]) {
         const float one = CHANNEL_DECAYS ? 1.f : __shfl_sync(ALL, same, s);
@@ -51,8 +49,8 @@ DEVICE void read_window(const TokenPointers& tokens, const GateInput<LK>& input,
             decays[c] = CHANNEL_DECAYS ? input.quick_decay(coming[i].gates[c], c) : one;
         }
     };
-    Packed<ACT, LK> query;
-    query.load(tokens.q + lane * LK);
+    ChannelShare<ACT> query;
+    query.load(tokens.q);
     load(0, pos);
 #pragma unroll
     for (int c = 0; c < LK; c++) x[c] = query[c];

@@ -67,18 +67,24 @@ struct CodedColumn {
 };
 
 // Stores a row of LENGTH numbers as codes, by one warp, and returns the row's scale. `load(n, x)` gets the four numbers
-// of word n. Word n is stored at byte 4 n ^ mask.
+// of word n. Word n is stored at byte 4 n ^ mask. Lane l has EACH neighbouring words, from EACH l on.
 template <int LENGTH, class Load> DEVICE float store_codes(sketch_t* to, int mask, const Load& load) {
-    static_assert(LENGTH / 4 <= 32, "one word a lane");
-    const int lane = threadIdx.x % 32;
-    const bool own = lane < LENGTH / 4;
-    float x[4] = {};
-    if (own) load(lane, x);
+    constexpr int EACH = (LENGTH / 4 + 31) / 32;
+    static_assert(LENGTH / 4 % EACH == 0, "a lane has all of its words or none");
+    const int first = EACH * (threadIdx.x % 32);
+    const bool own = first < LENGTH / 4;
+    float x[EACH][4] = {};
     u32 most = 0;  // bits of the largest magnitude; the bits of NaN exceed those of any number
 #pragma unroll
-    for (int e = 0; e < 4; e++) most = max(most, __float_as_uint(fabsf(x[e])));
+    for (int i = 0; i < EACH; i++) {
+        if (own) load(first + i, x[i]);
+#pragma unroll
+        for (int e = 0; e < 4; e++) most = max(most, __float_as_uint(fabsf(x[i][e])));
+    }
     const float largest = __uint_as_float(__reduce_max_sync(ALL, most));
-    if (own) *reinterpret_cast<u32*>(to + (4 * lane ^ mask)) = codes_of(x, inverse_scale(largest));
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+        if (own) *reinterpret_cast<u32*>(to + (4 * (first + i) ^ mask)) = codes_of(x[i], inverse_scale(largest));
     return scale_of(largest);
 }
 

@@ -11,11 +11,12 @@
 #include "slot/ring.cuh"
 
 constexpr int ROW_REGISTERS = K / 16;  // operand registers of a lane's part of a row
-static_assert(K % 64 == 0 && V % 16 == 0, "whole words, whole blocks of rows");
+static_assert(K % 32 == 0 && V % 16 == 0, "whole operands, whole blocks of rows");
 
 // A lane's codes of a block of 16 rows in one plane.
 template <int WIDTH> struct CodePlane {
-    static constexpr int WORDS = K * WIDTH / 64, BYTES = V * K / 8 * WIDTH, IN_WORD = 8 / WIDTH;
+    static constexpr int IN_WORD = 8 / WIDTH, WORDS = (2 * ROW_REGISTERS + IN_WORD - 1) / IN_WORD;
+    static constexpr int BYTES = code_bytes(WIDTH);
     static constexpr u32 MASK = WIDTH == 2 ? 0x03030303u : 0x01010101u;
     u32 word[WORDS];
 
@@ -23,21 +24,36 @@ template <int WIDTH> struct CodePlane {
     static DEVICE int place(int block) { return (block * 32 + threadIdx.x % 32) * WORDS; }
     DEVICE void load(const void* plane, int block) {
         const u32* const from = static_cast<const u32*>(plane) + place(block);
-        if constexpr (WORDS == 4) {
-            const uint4 x = *reinterpret_cast<const uint4*>(from);
-            word[0] = x.x, word[1] = x.y, word[2] = x.z, word[3] = x.w;
-        } else if constexpr (WORDS == 2) {
-            const uint2 x = *reinterpret_cast<const uint2*>(from);
-            word[0] = x.x, word[1] = x.y;
+        if constexpr (WORDS % 4 == 0) {
+#pragma unroll
+            for (int i = 0; i < WORDS; i += 4) {
+                const uint4 x = *reinterpret_cast<const uint4*>(from + i);
+                word[i] = x.x, word[i + 1] = x.y, word[i + 2] = x.z, word[i + 3] = x.w;
+            }
+        } else if constexpr (WORDS % 2 == 0) {
+#pragma unroll
+            for (int i = 0; i < WORDS; i += 2) {
+                const uint2 x = *reinterpret_cast<const uint2*>(from + i);
+                word[i] = x.x, word[i + 1] = x.y;
+            }
         } else {
-            word[0] = *from;
+#pragma unroll
+            for (int i = 0; i < WORDS; i++) word[i] = from[i];
         }
     }
     DEVICE void store(void* plane, int block) const {
         u32* const to = static_cast<u32*>(plane) + place(block);
-        if constexpr (WORDS == 4) *reinterpret_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
-        else if constexpr (WORDS == 2) *reinterpret_cast<uint2*>(to) = make_uint2(word[0], word[1]);
-        else *to = word[0];
+        if constexpr (WORDS % 4 == 0) {
+#pragma unroll
+            for (int i = 0; i < WORDS; i += 4)
+                *reinterpret_cast<uint4*>(to + i) = make_uint4(word[i], word[i + 1], word[i + 2], word[i + 3]);
+        } else if constexpr (WORDS % 2 == 0) {
+#pragma unroll
+            for (int i = 0; i < WORDS; i += 2) *reinterpret_cast<uint2*>(to + i) = make_uint2(word[i], word[i + 1]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < WORDS; i++) to[i] = word[i];
+        }
     }
     DEVICE void clear() {
 #pragma unroll
@@ -85,9 +101,9 @@ template <int BITS> struct BlockCodes : HighBits<BITS == 3> {
 };
 
 // Scales of a head's residual in `codes`: rows, then columns.
-DEVICE u16* scales_of(char* codes, int bits) { return reinterpret_cast<u16*>(codes + V * K / 8 * bits); }
+DEVICE u16* scales_of(char* codes, int bits) { return reinterpret_cast<u16*>(codes + code_bytes(bits)); }
 DEVICE const u16* scales_of(const char* codes, int bits) {
-    return reinterpret_cast<const u16*>(codes + V * K / 8 * bits);
+    return reinterpret_cast<const u16*>(codes + code_bytes(bits));
 }
 
 template <int NUMBER> struct Constant {

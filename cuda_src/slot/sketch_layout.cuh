@@ -55,10 +55,15 @@ DEVICE constexpr int round_up(int x, int unit) { return (x + unit - 1) / unit * 
 DEVICE constexpr int residual_at(int rank) {
     return round_up(factor_elements(rank) * static_cast<int>(sizeof(sketch_t)), 16);
 }
+// Bytes of a residual's codes: 32 lanes' words for every block of 16 rows (slot/residual.cuh).
+DEVICE constexpr int code_bytes(int bits) {
+    constexpr int WIDE = (K / 8 + 3) / 4, NARROW = (K / 8 + 7) / 8;  // words of codes of 2 bits, and of 1 bit
+    return V / 16 * 128 * ((bits > 1 ? WIDE : 0) + (bits != 2 ? NARROW : 0));
+}
 // Elements of a head in a slot, padded; 0 for a full-state head.
 DEVICE constexpr int sketch_elements(int rank, int bits) {
     constexpr int SIZE = sizeof(sketch_t);
-    const int bytes = bits ? residual_at(rank) + V * K / 8 * bits + 2 * (V + K) : factor_elements(rank) * SIZE;
+    const int bytes = bits ? residual_at(rank) + code_bytes(bits) + 2 * (V + K) : factor_elements(rank) * SIZE;
     return round_up(bytes, ALIGN) / SIZE;
 }
 

@@ -2,9 +2,10 @@
 #pragma once
 #include "slot/token.cuh"
 
-constexpr int ROW_LANES = 16, SIDE = 32 / ROW_LANES;  // lanes of a row; rows side by side
+constexpr int ROW_LANES = K % 64 == 0 ? 16 : 8, SIDE = 32 / ROW_LANES;  // lanes of a row; rows side by side
 constexpr int ROW_SETS = ROWS / SIDE;                 // sets of rows side by side
 constexpr int CHUNKS = K / (4 * ROW_LANES);           // a lane's chunks of four channels, 4 ROW_LANES apart
+static_assert(K % (4 * ROW_LANES) == 0 && ROWS % SIDE == 0, "whole chunks of a row, whole sets of rows");
 static_assert(ROW_SETS <= ROW_LANES, "a lane's output for each set");
 
 DEVICE int channel(int chunk) { return 4 * (threadIdx.x % ROW_LANES + ROW_LANES * chunk); }

@@ -12,7 +12,6 @@ from sketchssm.cuda.constants import ALIGN, MAPS, TYPES
 from sketchssm.layer.coefficients import RIDGE_FLOOR
 from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, Layer
-from sketchssm.layer.residual import residual_bytes
 from sketchssm.plans.plan import SketchPlan
 
 __all__ = ["PackedPlan", "basis_fragments", "pack_full_state", "pack_plan"]
@@ -86,6 +85,12 @@ def basis_fragments(omega: npt.NDArray[Any], slices: int) -> npt.NDArray[np.uint
     return np.ascontiguousarray(grid.reshape(tiles, key_dim // 16, slices, 32, 4))
 
 
+def _residual_bytes(bits: int, key_dim: int, value_dim: int) -> int:
+    """Bytes of a residual: a lane's words of each block of 16 rows, whole for each plane, and scales in bf16."""
+    words = sum(-(-key_dim // 8 * width // 8) for width in {1: (1,), 2: (2,), 3: (2, 1)}[bits])
+    return value_dim // 16 * 32 * 4 * words + 2 * (key_dim + value_dim)
+
+
 def pack_plan(plan: SketchPlan, sketch_dtype: str) -> PackedPlan:
     """Lay a plan out for the kernels, with sketches in this format."""
     layer, form = plan.layer, SketchFormat.of(sketch_dtype)
@@ -104,7 +109,7 @@ def pack_plan(plan: SketchPlan, sketch_dtype: str) -> PackedPlan:
         bits = int(plan.residual_bits[head])
         size = int(form.bytes(plan.map, rank, layer.key_dim, layer.value_dim))
         if bits:
-            size += -size % RESIDUAL_ALIGN + int(residual_bytes(bits, layer.key_dim, layer.value_dim))
+            size += -size % RESIDUAL_ALIGN + _residual_bytes(bits, layer.key_dim, layer.value_dim)
         heads[head] = rank, offset, bits if adapts else rows, fragments
         offset += -(-size // ALIGN) * (ALIGN // item)
         if not adapts:

@@ -12,12 +12,12 @@ from sketchssm.plans.plan import SketchPlan
 
 __all__ = ["check_layer", "check_plan", "check_shared", "check_window", "shared_limit"]
 
-KEY_DIMS, VALUE_DIMS, WINDOWS = (64, 128), (64, 80, 96, 128), (4, 8, 16, 32)
-MAX_GROUP = 16
+KEY_DIMS, VALUE_DIMS, WINDOWS = (64, 96, 128, 192, 256), range(16, 257, 16), (4, 8, 16, 32)
+MAX_CHANNELS = 128
+"""Most channels of a key with a decay each."""
 SUPPORTED = (
-    f"kinds mamba2, gdn and kda, key_dim {KEY_DIMS}, value_dim {VALUE_DIMS}, "
-    f"1 to {MAX_GROUP} value heads a key head, window {WINDOWS}, "
-    f"up to {KERNEL_PIVOTS} pivots, ranks up to {MAX_RANK}"
+    f"key_dim {KEY_DIMS} (up to {MAX_CHANNELS} with a decay per channel), value_dim a "
+    f"multiple of 16 up to {VALUE_DIMS[-1]}, window {WINDOWS}, up to {KERNEL_PIVOTS} pivots, ranks up to {MAX_RANK}"
 )
 
 
@@ -27,14 +27,10 @@ def _refuse(name: str, value: Any) -> None:
 
 def check_layer(layer: Layer) -> None:
     """Refuse a layer that the kernels do not support."""
-    if layer.channel_decays and not layer.erases:
-        _refuse("kind", layer.kind)
-    if layer.key_dim not in KEY_DIMS:
+    if layer.key_dim not in KEY_DIMS or (layer.channel_decays and layer.key_dim > MAX_CHANNELS):
         _refuse("key_dim", layer.key_dim)
     if layer.value_dim not in VALUE_DIMS:
         _refuse("value_dim", layer.value_dim)
-    if layer.group > MAX_GROUP:
-        _refuse("key_heads", f"{layer.key_heads} for {layer.heads} heads")
 
 
 def check_window(window: int) -> None:

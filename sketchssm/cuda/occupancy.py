@@ -12,13 +12,17 @@ FLUSH_BLOCKS = {
     (False, 64): 4,
     (False, 80): 3,
     (False, 96): 2,
+    (False, 128): 1,
     (True, 64): 3,
     (True, 80): 2,
     (True, 96): 2,
     (True, 128): 2,
 }
-"""Blocks of the flush on a multiprocessor that registers leave room for, by `erases` and value_dim; otherwise one.
-Measured on H200: spilt registers cost more than fewer blocks."""
+"""Blocks of the flush on a multiprocessor that registers leave room for, by `erases` and value_dim. Measured on H200:
+spilt registers cost more than fewer blocks."""
+
+MOST_WARPS = 20
+"""Warps of these blocks together, for other value_dim."""
 
 MOST_DENSE_BLOCKS = 3
 """The same for dense maps, whose flushes have one more warp."""
@@ -26,7 +30,10 @@ MOST_DENSE_BLOCKS = 3
 
 def blocks_per_multiprocessor(layer: Layer, raw_keys: bool, dense: bool) -> int:
     """Blocks of the flush for which a multiprocessor has registers; `raw_keys` is RAW_KEYS in ``flush/stages.cuh``."""
-    blocks = FLUSH_BLOCKS.get((layer.erases, layer.value_dim), 1) if raw_keys else 1
+    if not raw_keys:
+        return 1
+    others = max(1, MOST_WARPS // (layer.value_dim // 16 + 2))  # two warps beside those of 16 value rows each
+    blocks = FLUSH_BLOCKS.get((layer.erases, layer.value_dim), others)
     return min(blocks, MOST_DENSE_BLOCKS) if dense else blocks
 
 

@@ -65,7 +65,7 @@ def make_tokens(layer, batch, tokens, activation, rng, *, hard_gates=True, gate=
     q, k = rng.standard_normal((2, *shape, layer.key_heads, layer.key_dim))
     q, k = q / np.linalg.norm(q, axis=-1, keepdims=True), k / np.linalg.norm(k, axis=-1, keepdims=True)
     v = rng.standard_normal((*shape, layer.heads, layer.value_dim))
-    gates = (layer.key_dim,) if layer.kind == "kda" else ()
+    gates = (layer.key_dim,) if layer.channel_decays else ()
     g = -(rng.uniform(0.0, 0.2, (*shape, layer.heads, *gates)) ** 2)
     if hard_gates:
         draw = rng.uniform(size=g.shape)
@@ -178,8 +178,13 @@ LAYERS = {
     "kda-64": Layer("kda", 2, 64, 64, 1),
     "kda-raw": Layer("kda", 3, 128, 128, 3),  # raw gate inputs
     "kda-64-bounded": Layer("kda", 2, 64, 64, 1),
+    "olmo-hybrid": Layer("gdn", 3, 96, 192, 3),  # 24 lanes have four channels each
+    "falcon-h1": Layer("mamba2", 3, 256, 128, 1),  # an odd group: tiles of one head
+    "nemotron-h-56b": Layer("mamba2", 4, 256, 64, 1),
+    "gla": Layer("gla", 2, 128, 64, 1),
+    "gla-raw": Layer("gla", 2, 96, 48, 2),
 }
-RANKS = {"mamba2": [5, 1, 15, FULL_STATE, 16, 8], "gdn": [7, FULL_STATE, 16, 2], "kda": [9, 13, 1]}
+RANKS = {"mamba2": [5, 1, 15, FULL_STATE, 16, 8], "gdn": [7, FULL_STATE, 16, 2], "kda": [9, 13, 1], "gla": [6, 11]}
 
 
 def with_blocks(engine, blocks):
