@@ -9,6 +9,7 @@ from samples import LAYERS, one_block, plan_of, states_of, tokens_of
 
 import sketchssm as ss
 from sketchssm.layer.recurrence import FULL_STATE
+from sketchssm.serving.errors import ErrorLog
 
 WINDOW, SLOTS = 4, 3
 RANKS = [FULL_STATE, 2, 3, 1]
@@ -149,3 +150,24 @@ def test_refusals(layer):
     other = ss.SketchHead(plan, 2, "reference")
     with pytest.raises(ValueError, match=r"snapshot: expected parts"):
         other.restore(head.snapshot())
+
+
+def test_lines_of_an_engines_log(layer, rng, monkeypatch):
+    """Once a minute; of all requests together, and of the one with the largest error."""
+    now, lines = [100.0], []
+    monkeypatch.setattr("sketchssm.serving.errors.monotonic", lambda: now[0])
+    log, head = ErrorLog(lines.append), ledger_of(layer, "reference").head
+    head.load_state(states_of(rng, layer, SLOTS))
+    log.write({"layers.0": head}, [0, 1])
+    assert not lines  # no sample
+    assert not log.due
+    head.step(*tokens_of(rng, layer, 2, 2 * WINDOW))
+    now[0] += 61
+    assert [log.due, log.due] == [True, False]
+    log.write({"layers.0": head, "layers.1": head}, [0, 1])
+    most = max(head.errors([slot]).relative for slot in (0, 1))
+    each = f"{head.errors([0, 1]).relative:.1e} ({most:.1e})"
+    assert lines == [
+        "sketchssm: relative squared errors of sketches in 2 requests, 4 samples a layer; of all (the largest of a "
+        f"request): layers.0 {each}, layers.1 {each}"
+    ]

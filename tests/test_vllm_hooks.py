@@ -68,6 +68,21 @@ def test_layers_serve_requests(fixture, kind, system):
             assert relative(out, request[1][first : first + count]) < TOLERANCE
 
 
+@pytest.mark.parametrize("kind", list(CLASSES)[:3])
+def test_errors_of_requests_that_decode_are_logged(fixture, kind):
+    """Once a minute: of rows with tokens, not of blocks that no request has, which may hold anything."""
+    layer = fixture(kind, "sketch")
+    lines, log = [], layer.builder._errors
+    log._tell, given = lines.append, layer.inputs(40)
+    for first, count in ((0, 5), *((t, 1) for t in range(5, 40))):
+        log._last = log._last if first % 25 else -np.inf
+        layer.step([(given, 3, first, count, 5)])
+    assert len(lines) == 1  # at token 25: before, nothing was flushed
+    assert layer.module.decoder.head.errors([3]).samples == [2]
+    assert lines[0].startswith("sketchssm: relative squared errors of sketches in 1 request, 1 samples a layer;")
+    assert "model.layers.0.mixer " in lines[0]
+
+
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("system", ("standard", "replay"))
 def test_layers_serve_cached_prefixes(fixture, kind, system):

@@ -6,9 +6,10 @@ import sys
 import warnings
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from samples import LAYERS
+from samples import LAYERS, plan_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -151,6 +152,7 @@ class Fixture:
         channels = 2 * keys * k_dim + heads * v_dim
         weight = self.random(channels, 1, WIDTH) / 2
         convolutions = [SimpleNamespace(weight=x, bias=None) for x in weight.chunk(3)]
+        source = plan_of(np.random.default_rng(0), shape, 2) if system == "sketch" else shape
         bound = -5.0 if system == "replay" or name in ("kda-glm", "kda-bailing") else None
         vars(module).update(
             kda_prefill_backend="triton", kda_decode_backend="triton", kda_spec_decode_backend="triton",
@@ -160,7 +162,7 @@ class Fixture:
             kda_safe_gate=True, kda_lower_bound=bound, safe_gate=True, lower_bound=bound, _conv_state_dim_first=False,
             prefix="model.layers.0.mixer", tp_size=1, backend="reference", activation="silu",
             _drafts=drafts, _ordinal=0,
-            _settings=Settings(system), _window=1 if system == "standard" else 16, _shares=[shape], _share=shape,
+            _settings=Settings(system), _window=1 if system == "standard" else 16, _shares=[source], _share=source,
             model_config=SimpleNamespace(dtype=torch.float32), num_spec=0, enable_packed_recurrent_decode=False,
             cache_config=SimpleNamespace(
                 mamba_block_size=BLOCK, mamba_cache_mode=mode, mamba_page_size_padded=None, use_replayssm=False,
@@ -188,7 +190,15 @@ class Fixture:
         # Heads that compute in float64 keep their states in float64, which is no type of states elsewhere.
         gate = own.gate(module)
         module.__dict__["recipe"] = Recipe(
-            system, shape, "reference", 16, drafts, None, activation_dtype=None, gate=gate
+            system,
+            source,
+            "reference",
+            16,
+            drafts,
+            None,
+            activation_dtype=None,
+            gate=gate,
+            monitor=int(system == "sketch"),
         )
         self.module = module
         speculative = (

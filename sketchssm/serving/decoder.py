@@ -36,6 +36,7 @@ class Recipe:
     state_dtype: str = "float32"
     activation_dtype: str | None = "bfloat16"  # of q, k and v on "cuda"
     gate: Any = None  # of kda: parameters of the raw gates
+    monitor: int = 0  # of sketches: measures one flush of so many
 
     @property
     def _types(self) -> dict[str, Any]:
@@ -50,7 +51,7 @@ class Recipe:
         """Describe the memory of a slot of this process's share of the layer, or of another's."""
         source = self.source if source is None else source
         if isinstance(source, SketchPlan):
-            return SketchHead.parts_of(source, self.backend, **self._types)
+            return SketchHead.parts_of(source, self.backend, monitor=self.monitor, **self._types)
         if self.system == "replay":
             return ReplayHead.parts_of(source, self.backend, window=self.window, **self._types)
         return StandardHead.parts_of(source, self.backend, drafts=self._tokens, **self._types)
@@ -60,7 +61,8 @@ class Recipe:
         common = {"memory": memory, "pad_slot": NULL_BLOCK, **self._types}
         source = self.source
         if isinstance(source, SketchPlan):
-            return SketchHead(source, num_slots, self.backend, phase=self._phase(source.window), **common)
+            phase = self._phase(source.window)
+            return SketchHead(source, num_slots, self.backend, phase=phase, monitor=self.monitor, **common)
         if self.system == "replay":
             phase = self._phase(self.window)
             return ReplayHead(source, num_slots, self.backend, window=self.window, phase=phase, **common)

@@ -15,7 +15,6 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
-from vllm.logger import init_logger
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_update
@@ -29,12 +28,10 @@ from sketchssm.serving.decoder import LayerDecoder, Recipe
 from sketchssm.serving.inputs import convolved
 from sketchssm.serving.plans import load_plans, plan_of, sharded
 from sketchssm.serving.recording import LayerRecord, Recording
-from sketchssm.vllm.metadata import BatchMetadata, with_heads
+from sketchssm.vllm.metadata import BatchMetadata, logger, with_heads
 from sketchssm.vllm.settings import EngineFacts, Settings, check_engine
 
 __all__ = ["HeadLayer", "settings_of", "side_bytes"]
-
-logger = init_logger("vllm.sketchssm")
 
 plans_at = cache(load_plans)
 
@@ -110,6 +107,7 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
                 bool(config.parallel_config.enable_dbo),
                 bool(config.cache_config.use_replayssm),
                 settings.record is not None,
+                settings.monitor,
             )
         )
         others = heads_of(config)[:-1]
@@ -149,6 +147,7 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
             states,
             model if self.backend == "cuda" else None,
             self.gate(),
+            settings.monitor,
         )
 
     @cached_property

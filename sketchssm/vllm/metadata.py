@@ -11,14 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 import vllm
+from vllm.logger import init_logger
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
 from sketchssm.serving.batches import DecodeRows, KnownTokens, PrefillRows, RowBuffers, Split, moved_rows, split_rows
+from sketchssm.serving.errors import ErrorLog
 from sketchssm.serving.recording import Followed
 from sketchssm.vllm import selfcheck
 from sketchssm.vllm.registry import tested
 
 __all__ = ["BatchMetadata", "with_heads"]
+
+logger = init_logger("vllm.sketchssm")
 
 
 @dataclass
@@ -55,6 +59,7 @@ class HeadRows:
         self._followed, self._recording = Followed(device), True
         self._buffers = RowBuffers(max(most, captured or 0), self._drafts, device)
         self._known = KnownTokens()
+        self._errors = ErrorLog(logger.info)
 
     def build(
         self,
@@ -95,6 +100,7 @@ class HeadRows:
         if n:
             decode = self._buffers.fill(slots[:n], lengths[:n], None if accepted is None else accepted[:n])
             self._restart(split, slots)
+            self._report(slots[:n], lengths[:n])
             if split.whole.size:
                 counts = torch.from_numpy(lengths[split.whole]).to(slots.device)
                 blocks = self._layers()[0].kv_cache[0].shape[0]
@@ -128,6 +134,7 @@ class HeadRows:
         if n:
             decode = self._buffers.fill(slots[:n], np.ones(n, dtype=np.int32))
             self._restart(split, slots)
+            self._report(slots[:n], metadata.counts[0][:n])
         if split.prefills:
             inner = super().update_block_table(  # type: ignore[misc]
                 metadata.inner, blk_table[n:], slot_mapping[split.decode_tokens :]
@@ -182,6 +189,13 @@ class HeadRows:
             (slice(starts[row], starts[row] + tokens), slots[row : row + 1].long(), begun)
             for row, tokens, begun in choice.chunks
         ]
+
+    def _report(self, slots: Any, lengths: Any) -> None:
+        """Log now and then what heads have measured in the requests of the rows that have tokens."""
+        layers = self._layers() if self._recording else []
+        if layers and layers[0].recipe.monitor and self._errors.due:
+            rows = torch.from_numpy(np.flatnonzero(lengths)).to(slots.device)
+            self._errors.write({layer.prefix: layer.decoder.head for layer in layers}, slots[rows])
 
     def _slots(self, table: Any, seq_lens: Any) -> Any:
         """Block of each row's state."""

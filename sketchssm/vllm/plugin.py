@@ -15,7 +15,8 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.platforms.interface import Platform
 
 from sketchssm.vllm import layers
-from sketchssm.vllm.head_layer import logger, settings_of, side_bytes
+from sketchssm.vllm.head_layer import settings_of, side_bytes
+from sketchssm.vllm.metadata import logger
 from sketchssm.vllm.registry import CLASSES, TESTED, tested
 
 __all__ = ["take"]

@@ -26,8 +26,8 @@ SYSTEMS = ("standard", "replay")
 RECORD = "record:"
 """Before the path of a calibration to write."""
 
-SYSTEM_OF = {"window": ("replay", "record"), "mean_rank": ("sketch",), "reduction": ("sketch",), "tokens": ("record",),
-             "share": ("record",)}  # fmt: skip
+SYSTEM_OF = {"window": ("replay", "record"), "mean_rank": ("sketch",), "reduction": ("sketch",),
+             "monitor": ("sketch",), "tokens": ("record",), "share": ("record",)}  # fmt: skip
 """Fields that only some systems have."""
 
 WORDS = f"'standard', 'replay' or '{RECORD}FILE'"
@@ -42,6 +42,7 @@ class Settings:
     phases: bool = True  # whether heads have clocks: a layer's rows flush together, one layer in W at each step
     mean_rank: float | None = None  # of plans from a calibration
     reduction: float | None = None  # of plans with residuals from a calibration, in place of `mean_rank`
+    monitor: int = 0  # of sketches: measures their errors at one flush of so many, for the log
     tokens: int = 65536  # of a calibration that is recorded
     share: float = 0.05  # most of the engine's time that recording takes; 1 for all tokens
 
@@ -53,6 +54,7 @@ class Settings:
         if not isinstance(self.phases, bool):
             raise TypeError(f"phases: expected True or False, got {type(self.phases).__name__}")
         check_window(self.window, 1)
+        check_integer("monitor", self.monitor, 0, 1 << 16)
         check_integer("tokens", self.tokens, 1024, 2**40)
         check_number("share", self.share, "a number from 0.001 to 1", lambda x: 0.001 <= x <= 1)
         if self.mean_rank is not None:
@@ -115,6 +117,7 @@ class EngineFacts:
     microbatches: bool = False  # whether a step is split into microbatches (dual batch overlap)
     own_replay: bool = False  # whether vLLM's own layers keep rings (use_replayssm)
     recording: bool = False  # whether a calibration is recorded
+    monitor: int = 0  # of `Settings`
 
 
 def check_engine(facts: EngineFacts) -> None:
@@ -131,6 +134,8 @@ def check_engine(facts: EngineFacts) -> None:
         raise ValueError("enable_dbo: expected False, as the plugin does not split batches, got True")
     if not facts.drafts:
         return
+    if facts.monitor:
+        raise ValueError(f"monitor: expected 0 with speculative decoding, which is not measured, got {facts.monitor}")
     if facts.recording:
         raise ValueError(
             f"speculative_config: expected None while a calibration is recorded, got {facts.drafts} draft tokens"
