@@ -9,6 +9,7 @@ from samples import plan_of, states_of, tokens_of
 
 import sketchssm as ss
 from sketchssm.layer.recurrence import FULL_STATE, Layer
+from sketchssm.study.bench.graphs import captured
 
 cupy = fixtures.of_kernels
 pytestmark = pytest.mark.usefixtures("cupy")
@@ -104,3 +105,29 @@ def test_requests_carry_their_sums(cupy, rng):
     ledger.sums[[3, 2]], ledger.flushes[[3, 2]] = 0, 0
     ledger.step(tokens_of(rng, layer, 2, 4), [2, 3])
     ledger.check(TOLERANCE["float32"])
+
+
+def test_graphs_measure_and_begin_requests(cupy, rng):
+    """A captured step counts its flushes on the device; a captured `adopt` clears the sums."""
+    layer = Layer("kda", 4, 64, 64, 4)
+    plan, state = plan_of(rng, layer, RANKS, window=4), states_of(rng, layer, 2)
+    make = {"sketch_dtype": "float32", "activation_dtype": "float32", "monitor": 2}
+    heads = [ss.SketchHead(plan, SLOTS, "cuda", **make) for _ in range(2)]
+    tokens = [None if x is None else cupy.asarray(x[:, 0]) for x in tokens_of(rng, layer, 2, 1)]
+    slots, out, stream = cupy.asarray(np.array([3, 1])), cupy.empty((2, 4, 64), np.float32), cupy.cuda.Stream()
+    for head in heads:
+        head.warmup()
+        head.load_state(state, [3, 1])
+    step, begin = (captured(x, stream) for x in (
+        lambda: heads[0].step(*tokens, slots=slots, out=out), lambda: heads[0].adopt(slots)))  # fmt: skip
+    for _ in range(14):
+        step.launch(stream)
+        stream.synchronize()
+        heads[1].step(*tokens, slots=slots, out=out)
+    found, want = (head.errors() for head in heads)
+    np.testing.assert_array_equal(found.samples, [0, 2, 0, 2])
+    np.testing.assert_array_equal(found.error, want.error)
+    assert (found.error[1, [0, 1, 3]] > 0).all()
+    begin.launch(stream)
+    stream.synchronize()
+    assert not heads[0].errors().samples.any()
