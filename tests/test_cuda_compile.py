@@ -79,7 +79,7 @@ ALWAYS = (
 EVERYWHERE = re.compile(
     r"(nemotron-3-super|qwen3-next|kimi-linear)-(ridge|lowrank|replay|standard|residual|pivots)|small-4-|any-"
 )
-"""Names that `EVERYTHING` compiles for every architecture; sm_80 alone takes more time than sm_90 and sm_100 together."""
+"""Names that `EVERYTHING` compiles for every architecture; sm_80 takes more time than sm_90 and sm_100 together."""
 
 
 def architectures(name):
