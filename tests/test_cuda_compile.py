@@ -27,6 +27,7 @@ from sketchssm.cuda.slots import SLOTS
 from sketchssm.cuda.standard_drafts import standard_draft_variant
 from sketchssm.cuda.workspaces import WORDS
 from sketchssm.layer.recurrence import FULL_STATE, Layer
+from sketchssm.study.bench import SHAPES
 
 TARGETS = {
     (90,): ("-gencode=arch=compute_90,code=sm_90",),
@@ -53,21 +54,28 @@ SPILL_BYTES = {
 }
 # With twice the pivots of the other shapes: 444 bytes on sm_80. With five blocks on a multiprocessor, which were
 # faster than four with more registers on sm_90: 48 bytes there, 160 on sm_100.
-SPILL_OF_VARIANTS = {"kimi-linear-pivots-flush": 444, "kimi-linear-replay-read": 160}
+# With keys of 256 channels: 44 to 92 bytes.
+SPILL_OF_VARIANTS = {
+    "kimi-linear-pivots-flush": 444,
+    "kimi-linear-replay-read": 160,
+    "falcon-h1-34b-residual-read": 92,
+}
 
+TILES = "nemotron-h-56b", "zamba2-1.2b", "falcon-h1-34b", "ring-linear", "olmo-hybrid-7b"
+"""Shipped shapes with other tiles than those of `MAPS`."""
 LAYERS = {
-    "nemotron-3-super": Layer("mamba2", 128, 128, 64, 8),
-    "nemotron-nano-9b-v2": Layer("mamba2", 128, 128, 80, 8),
-    "qwen3-next": Layer("gdn", 32, 128, 128, 16),
-    "kimi-linear": Layer("kda", 32, 128, 128, 32),
     "small": Layer("kda", 4, 64, 96, 2),
+    "gla": Layer("gla", 16, 128, 128, 16),
 }
 MAPS = {
     "nemotron-3-super": ("ridge", "lowrank"),
     "nemotron-nano-9b-v2": ("lowrank",),
     "qwen3-next": ("ridge", "lowrank", "prior", "offline"),
     "kimi-linear": ("ridge", "lowrank"),
+    "gla": ("lowrank",),
+    **dict.fromkeys(TILES, ("ridge",)),
 }
+LAYERS |= {name: SHAPES[name] for name in MAPS if name not in LAYERS}
 
 
 EVERYTHING = os.environ.get("SKETCHSSM_ALL_ARCHITECTURES") == "1"
@@ -77,7 +85,8 @@ ALWAYS = (
 )
 """How names begin whose variants are compiled without `EVERYTHING` too: each operation, kind and storage of a map."""
 EVERYWHERE = re.compile(
-    r"(nemotron-3-super|qwen3-next|kimi-linear)-(ridge|lowrank|replay|standard|residual|pivots)|small-4-|any-"
+    r"(nemotron-3-super|qwen3-next|kimi-linear)-(ridge|lowrank|replay|standard|residual|pivots)"
+    r"|(falcon-h1-34b|olmo-hybrid-7b)-residual|small-4-|any-"
 )
 """Names that `EVERYTHING` compiles for every architecture; sm_80 takes more time than sm_90 and sm_100 together."""
 
@@ -88,7 +97,7 @@ def architectures(name):
 
 
 def variants():
-    """Variants by name: all benchmarked shapes and all maps; every window and activation type once."""
+    """Variants by name: all shipped tiles and all maps; every window and activation type once."""
     rng = np.random.default_rng(0)
     engines = {name: StandardEngine(layer, 1) for name, layer in LAYERS.items()}
     for name, kinds in MAPS.items():
@@ -129,7 +138,7 @@ def variants():
     for name, kind in (("nemotron-3-super", "ridge"), ("qwen3-next", "ridge"), ("kimi-linear", "lowrank")):
         plan = make_plan(LAYERS[name], np.resize([7, 1, 16, 3], LAYERS[name].heads), rng, map=kind)
         engines[f"{name}-int8"] = SketchEngine(plan, 1, "int8")
-    for name in ("nemotron-3-super", "qwen3-next", "kimi-linear"):
+    for name in ("nemotron-3-super", "qwen3-next", "kimi-linear", *TILES):
         bits = np.resize([2, 1, 3], LAYERS[name].heads)
         plan = plan_of(rng, LAYERS[name], np.resize([4, 1, 8], bits.size), "subspace", residual_bits=bits)
         engines[f"{name}-residual"] = SketchEngine(plan, 1, "int8")
