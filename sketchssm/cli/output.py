@@ -16,7 +16,7 @@ import click
 import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from sketchssm.plans.files import write_whole
@@ -69,8 +69,11 @@ class Output:
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
+            TextColumn("left:"),
+            TimeRemainingColumn(),
         )
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        how: Any = {"transient": True, "disable": not console.is_terminal, "speed_estimate_period": math.inf}
+        with Progress(*columns, console=console, **how) as progress:
             yield Step(progress, progress.add_task(label, total=total))
 
     def finish(self, results: dict[str, Any]) -> None:
