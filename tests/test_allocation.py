@@ -25,7 +25,7 @@ def scores_of(layer, error, paired=None, sensitivity=None):
     scores = ss.RankScores(SketchBasis.random(one, error.shape[1] - 1))
     scores.layer, scores.error, scores.samples = layer, error, np.ones(layer.heads, dtype=np.int64)
     if paired is not None:
-        scores.graded = True
+        scores.weighting = "gradient"
         scores.paired = np.asarray(paired, dtype=np.float64)
         scores.sensitivity = np.ones(layer.heads) if sensitivity is None else np.asarray(sensitivity, dtype=np.float64)
         scores.weighted = scores.sensitivity[:, None] * np.maximum(error[:, :1] - error, 0.0)
@@ -191,13 +191,24 @@ def test_methods(rng):
     error_only = scores_of(SMALL, curves)
     paired = curves[::-1]
     graded = scores_of(SMALL, curves, paired, sensitivity=[1, 10, 100, 1000])
-    results = {method: ss.allocate_ranks(graded, 4, method) for method in METHODS}
-    assert len(set(results.values())) == len(METHODS)  # equal only to itself
+    methods = [method for method in METHODS if method != "perturbation"]
+    results = {method: ss.allocate_ranks(graded, 4, method) for method in methods}
+    assert len(set(results.values())) == len(methods)  # equal only to itself
     with pytest.raises(AttributeError):
         results["error"].ranks = results["gradient"].ranks
     assert ss.allocate_ranks(error_only, 4).method == "error"
     assert ss.allocate_ranks(graded, 4).method == "gradient"
     assert ss.allocate_ranks([graded, error_only], 4).method == "error"
+    probed = scores_of(SMALL, curves, paired)
+    probed.weighting = "perturbation"
+    assert ss.allocate_ranks(probed, 4).method == "perturbation"
+    assert np.array_equal(
+        ss.allocate_ranks(probed, 4).ranks, ss.allocate_ranks(scores_of(SMALL, curves, paired), 4).ranks
+    )
+    assert ss.allocate_ranks([graded, probed], 4).method == "error"
+    for scores, method in ((graded, "perturbation"), (probed, "gradient"), (probed, "sensitivity")):
+        with pytest.raises(ValueError, match=rf"^method: '{method}' needs (gradients|weights), and the scores were"):
+            ss.allocate_ranks(scores, 4, method)
     assert np.array_equal(results["error"].ranks, ss.allocate_ranks(error_only, 4).ranks)
     assert np.array_equal(results["gradient"].ranks, ss.allocate_ranks(scores_of(SMALL, paired), 4).ranks)
     assert (np.diff(results["sensitivity"].ranks % 100) >= 0).all()  # FULL_STATE is -1: beyond every rank
@@ -243,7 +254,7 @@ def test_a_large_model(rng):
         (0.5, None, "mean_rank"),
         *((wrong, None, "mean_rank: expected a finite number of at least 1") for wrong in (np.nan, np.inf, "4", True)),
         (9, "uniform", "mean_rank"),
-        (2, "loss", "method: expected one of gradient, error, sensitivity, uniform, got 'loss'"),
+        (2, "loss", "method: expected one of gradient, perturbation, error, sensitivity, uniform, got 'loss'"),
         (2, "gradient", "needs gradients"),
     ],
 )

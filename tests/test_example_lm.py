@@ -197,7 +197,7 @@ def test_joint_systems_score_answers_alone(lm):
             scores.update(*recorder.inputs[place], grad=recorder.outputs[place].grad)
     for place, x in calibrations.items():
         assert relative(x.answers.paired, want[place].paired) < 1e-4
-        assert x.joint.graded and x.joint.samples.sum() == x.scores.samples.sum()
+        assert x.joint.weighting == "gradient" and x.joint.samples.sum() == x.scores.samples.sum()
     given = ["--systems", "joint", "--reductions", "1.6", "1.4", "--window", "8", "--model", "m", "--tokens", "t"]
     *_, narrow, wide = lm["evaluate"].listed(lm["evaluate"].arguments(given), calibrations)
     assert (narrow.name, wide.name, narrow.family) == ("joint, 1.6x", "joint, 1.4x", "joint")

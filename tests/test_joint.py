@@ -33,12 +33,12 @@ def traces(seed, layer, length=40, batch=2):
     return tokens, rng.standard_normal((batch, length, layer.heads, layer.value_dim))
 
 
-def scored(layer=SMALL, tokens=None, grad=None, basis=None, **settings):
+def scored(layer=SMALL, tokens=None, grad=None, basis=None, weight=None, **settings):
     settings = {"window": 8, "ranks": (1, 4), "bits": (1, 3)} | settings
     scores = ss.JointScores(basis or SketchBasis.random(layer, 6), **settings)
     if tokens is None:
         tokens, grad = traces(0, layer)
-    scores.update(*tokens, grad=grad)
+    scores.update(*tokens, grad=grad, weight=weight)
     return scores
 
 
@@ -47,7 +47,7 @@ def filled(paired, isotropic=None, layer=None):
     paired = np.asarray(paired, dtype=np.float64)
     layer = layer or Layer("gdn", len(paired), 128, 128)
     scores = ss.JointScores(SketchBasis.random(layer, 4), ranks=(1, 4), bits=(1, 3))
-    scores.graded, scores.samples = True, np.ones(layer.heads, dtype=np.int64)
+    scores.weighting, scores.samples = "gradient", np.ones(layer.heads, dtype=np.int64)
     scores.paired, scores.error = paired, paired.copy()
     scores.isotropic = np.zeros_like(paired) if isotropic is None else np.asarray(isotropic, dtype=np.float64)
     return scores
@@ -201,6 +201,18 @@ def test_without_gradients_errors_count():
         ss.allocate_joint(scored(tokens=tokens, grad=grad, basis=basis), 1.5, blind)
 
 
+def test_weights_count_squared_errors():
+    """One weight scales all errors; tokens of weight zero are left out."""
+    tokens, grad = traces(5, SMALL)
+    basis, weight = SketchBasis.random(SMALL, 6), np.full(grad.shape[:-1], 3.0)
+    scores = scored(tokens=tokens, basis=basis, weight=weight)
+    np.testing.assert_allclose(scores.paired, 3 * scores.error, rtol=1e-6)  # products in float32
+    assert ss.allocate_joint(scores, 1.5).method == "joint-perturbation"
+    weight[:, ::2] = 0
+    part = scored(tokens=tokens, basis=basis, weight=weight)
+    assert (part.paired < scores.paired).all() and (part.paired > 0).all()
+
+
 def test_every_head_keeps_a_bit():
     scores = filled(np.zeros((3, 2, 2)) + np.array([1, 0, 0])[:, None, None], layer=Layer("gdn", 3, 128, 128))
     assert ss.allocate_joint(scores, 12.0).residual_bits.tolist() == [1, 1, 1]
@@ -250,7 +262,7 @@ def test_refusals():
         broken = scored()
         broken.isotropic[0, 0, 0] = np.nan
         ss.allocate_joint(broken, 1.5)
-    with pytest.raises(ValueError, match=r"^grad: expected at every update or at none"):
+    with pytest.raises(ValueError, match=r"^grad, weight: expected the same one, or neither"):
         scores.update(*tokens)
     with pytest.raises(ValueError, match=r"^grad: expected shape"):
         scores.update(*tokens, grad=grad[..., :1])

@@ -40,7 +40,7 @@ def residual(sketch, output):
     return output - sketch @ (np.linalg.pinv(sketch, rcond=1e-7) @ output)
 
 
-def brute_force(layer, omega, tokens, grad):
+def brute_force(layer, omega, tokens, grad, weight=None):
     heads = per_head(layer, tokens)
     batch, length = tokens.v.shape[:2]
     ranks = omega.shape[-1] + 1
@@ -55,23 +55,27 @@ def brute_force(layer, omega, tokens, grad):
                     continue
                 x = effective_query(heads.q[b, t, h], Ring(*at(heads, np.s_[b, start : t + 1, h])[1:]))
                 slope = grad[b, t, h]
+                square = slope @ slope if weight is None else weight[b, t, h] * layer.value_dim
                 for G in range(ranks):
                     delta = residual(S0.T @ omega[h, :, :G], S0.T @ x) if G else S0.T @ x
                     error[h, G] += delta @ delta
-                    paired[h, G] += (slope @ delta) ** 2
-                    weighted[h, G] += slope @ slope * np.square(S0.T @ x - delta).sum()
-                sensitivity[h] += slope @ slope
+                    paired[h, G] += (slope @ delta) ** 2 if weight is None else weight[b, t, h] * delta @ delta
+                    weighted[h, G] += square * np.square(S0.T @ x - delta).sum()
+                sensitivity[h] += square
                 samples[h] += 1
     return error, paired, weighted, sensitivity, samples
 
 
+@pytest.mark.parametrize("weighting", ("gradient", "perturbation"))
 @pytest.mark.parametrize("kind", KINDS)
-def test_definition(kind, rng):
+def test_definition(kind, weighting, rng):
     layer = LAYERS[kind]
     tokens, grad = traces_of(rng, layer, 2, 3 * W + 3)
+    weight = None if weighting == "gradient" else rng.exponential(size=grad.shape[:-1]) * 1e-9
     scores = scores_of(layer)
-    scores.update(*tokens, grad=grad)
-    *sums, samples = brute_force(layer, scores._omega, tokens, grad)
+    scores.update(*tokens, **({"grad": grad} if weight is None else {"weight": weight}))
+    assert scores.weighting == weighting
+    *sums, samples = brute_force(layer, scores._omega, tokens, grad, weight)
     for name, want in zip(SUMS, sums, strict=True):
         # a column of the sums at a time is relative to column 0: residuals are differences of whole outputs
         assert np.abs(getattr(scores, name) - want).max() < 1e-10 * want.max()
@@ -105,7 +109,7 @@ def test_any_cut_gives_the_same_sums(harsh, kind, cuts, row, graded):
         want = getattr(whole, name)
         assert np.abs(getattr(parts, name) - want).max() <= 1e-11 * want.max(initial=0.0)
     assert np.array_equal(parts.samples, whole.samples)
-    assert parts.graded == graded
+    assert parts.weighting == ("gradient" if graded else "error")
 
 
 def test_errors_fall_with_rank(rng):
@@ -261,9 +265,9 @@ def test_error_only(rng):
     with pytest.raises(ValueError, match="needs gradients"):
         scores.objective("gradient")
     for one, other in ((scores, grad), (graded, None)):
-        with pytest.raises(ValueError, match="every update or at none"):
+        with pytest.raises(ValueError, match="the same one, or neither, at every update"):
             one.update(*tokens, grad=other)
-    with pytest.raises(ValueError, match="both or in neither"):
+    with pytest.raises(ValueError, match="the same weighting"):
         scores + graded
 
 
@@ -288,7 +292,13 @@ def test_refusals(rng):
     for wrong in (grad[:, :-1], np.full_like(grad, np.nan)):
         with pytest.raises(ValueError, match="grad"):
             scores.update(*tokens, grad=wrong)
-    assert scores.graded is None and not scores.samples.any()
+        with pytest.raises(ValueError, match="weight"):
+            scores.update(*tokens, weight=wrong[..., 0])
+    with pytest.raises(ValueError, match=r"^weight: expected numbers of at least 0, got -"):
+        scores.update(*tokens, weight=grad[..., 0])
+    with pytest.raises(ValueError, match=r"^grad, weight: expected the same one"):
+        scores.update(*tokens, grad=grad, weight=np.abs(grad[..., 0]))
+    assert scores.weighting is None and not scores.samples.any()
     with pytest.raises(ValueError, match="method"):
         scores.objective("loss")
     with pytest.raises(ValueError, match="rank"):

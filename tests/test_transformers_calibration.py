@@ -157,7 +157,7 @@ def test_progress(qwen):
         ({"text": text().float()}, r"text: expected strings or integers .* got float32 of \(24,\)"),
         ({"text": text() - 64}, r"text: expected token ids from 0 to 63, got -\d+"),
         ({"text": text() + 64}, r"text: expected token ids from 0 to 63, got \d+"),
-        ({"method": "best"}, r"method: expected one of gradient, error, .* got 'best'"),
+        ({"method": "best"}, r"method: expected one of gradient, perturbation, .* got 'best'"),
         ({"mean_rank": 0.5}, r"mean_rank: expected a finite number of at least 1, got 0.5"),
         ({"rank_max": 0}, r"rank_max: expected a positive integer, got 0"),
         ({"window": 1}, r"window: expected an integer from 2"),

@@ -249,11 +249,13 @@ def listed(options, calibrations):
             systems += catalogue.joint(calibrations, options.reductions)
         elif family == "sketch":
             layer, window = next(iter(calibrations.values())).layer, options.window
-            for name, form, kept in product(options.maps, options.formats, options.residual_bits):
+            for name, form, kept, method in product(
+                options.maps, options.formats, options.residual_bits, options.method or (None,)
+            ):
                 if kept and name != "subspace":  # other maps have no residuals
                     continue
                 beside = [catalogue.rank_of_copy(layer, bits, window, name, form) for bits in options.copy_bits or ()]
-                settings = window, name, options.method, form, kept
+                settings = window, name, method, form, kept
                 systems += catalogue.sketches(calibrations, [*options.ranks, *beside], *settings)
         else:
             systems += catalogue.baselines(calibrations, family, options.window)
@@ -298,7 +300,7 @@ def arguments(given=None):
     add("--residual-bits", nargs="+", type=int, choices=RESIDUAL_BITS, default=(0,), help="with the map subspace")
     add("--reductions", nargs="+", type=float, default=(10, 9), help="less traffic of jointly allocated residuals")
     add("--questions", type=int, default=16, help="needle prompts of calibration text that score them")
-    add("--method", choices=METHODS, help="rank allocation, see sketchssm.allocate_ranks")
+    add("--method", nargs="+", choices=METHODS, help="rank allocations, see sketchssm.allocate_ranks")
     add("--window", type=int, default=16, help="tokens from one flush to the next")
     add("--rank-max", type=int, help="largest rank of a head (default: 16, the most on CUDA)")
     add("--calib-rows", type=int, default=9, help="rows of calibration text")
@@ -340,7 +342,8 @@ def main(given=None):
         step("calibration")
         settings = options.window, options.rank_max, "joint" in options.systems
         asked = needle_prompts(calib, encode, options.questions, options.length, rng) if options.questions else None
-        calibrations = catalogue.calibrate(model, torch.from_numpy(seen), *settings, asked)
+        perturb = "perturbation" in (options.method or ())
+        calibrations = catalogue.calibrate(model, torch.from_numpy(seen), *settings, asked, perturb)
         systems = listed(options, calibrations)
     # their own generator: calibration does not depend on them
     settings = test, encode, options.prompts, np.random.default_rng((options.seed, 1))

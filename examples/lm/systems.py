@@ -8,6 +8,7 @@ from recurrence import Recorder
 from torch.nn import functional as F
 
 import sketchssm as ss
+from sketchssm.calibrate.perturbation import divergence, noisy, output_weights
 from sketchssm.cuda import MAX_RANK
 from sketchssm.layer.recurrence import Tokens
 from sketchssm.study.evaluate.baselines import (
@@ -33,6 +34,8 @@ class Calibration:
         Calibrated bases.
     scores : RankScores
         Rank scores with gradients, from other sequences.
+    perturbed : RankScores or None
+        Rank scores of the same sequences with weights by perturbation.
     joint, answers : JointScores or None
         Scores of ranks with residuals on the same sequences, and on questions with the loss of the answers alone.
     """
@@ -41,6 +44,7 @@ class Calibration:
     tokens: Tokens
     basis: ss.SketchBasis
     scores: ss.RankScores
+    perturbed: ss.RankScores | None = None
     joint: ss.JointScores | None = None
     answers: ss.JointScores | None = None
 
@@ -73,7 +77,7 @@ class ModelSystem:
         return {place: system.build(slots, backend) for place, system in self.layers.items()}
 
 
-def calibrate(model, ids, window=16, rank_max=None, joint=False, questions=None):
+def calibrate(model, ids, window=16, rank_max=None, joint=False, questions=None, perturb=False):
     """Fit bases on the first two thirds of some rows of tokens and score ranks, with gradients, on the others.
 
     Gradients are those of the summed next-token cross-entropy, so that layers compare on one scale.
@@ -93,6 +97,8 @@ def calibrate(model, ids, window=16, rank_max=None, joint=False, questions=None)
         Score ranks with residuals too.
     questions : Prompts, optional
         Prompts whose answers are the second task of `joint`.
+    perturb : bool
+        Score ranks by perturbation too.
 
     Returns
     -------
@@ -117,11 +123,14 @@ def calibrate(model, ids, window=16, rank_max=None, joint=False, questions=None)
         moments.update(*tokens)
         basis = ss.fit_basis(moments)
         scores = ss.RankScores(basis, rank_max=min(rank_max or MAX_RANK, basis.rank_max))
+        perturbed = ss.RankScores(basis, rank_max=scores.rank_max) if perturb else None
         residual = ss.JointScores(basis) if joint else None
         answers = ss.JointScores(basis) if joint and questions is not None else None
-        found[place] = Calibration(layer, tokens, basis, scores, residual, answers)
+        found[place] = Calibration(layer, tokens, basis, scores, perturbed, residual, answers)
     for row in score.split(1):
         add(("scores", "joint"), found, graded(model, row))
+    if perturb:
+        add_perturbed(model, found, score)
     if joint and questions is not None:
         for row, ((start, stop),) in zip(questions.ids, questions.spans, strict=True):
             add(("answers",), found, graded(model, torch.from_numpy(row[None, :stop]), start))
@@ -133,6 +142,35 @@ def add(names, calibrations, recorder):
     for place, calibration in calibrations.items():
         for scores in filter(None, (getattr(calibration, name) for name in names)):
             scores.update(*recorder.inputs[place], grad=recorder.outputs[place].grad)
+
+
+def keep(given, place, block, inputs, out):
+    """Keep what a block gets and returns, by its place: a forward hook."""
+    given[place] = inputs[0], out
+
+
+@torch.no_grad()
+def add_perturbed(model, calibrations, ids):
+    """Score ranks of rows of tokens by perturbation, as `sketchssm.transformers.calibrate` does."""
+    shares = {}
+    for number, row in enumerate(ids.split(1)):
+        given, recorder = {}, Recorder()
+        hooks = [model.blocks[place].register_forward_hook(partial(keep, given, place)) for place in model.recurrent]
+        exact = model.head(model(row, recorder)[0])
+        for hook in hooks:
+            hook.remove()
+        for place, own in calibrations.items():
+            block, (hidden, whole) = model.blocks[place], given[place]
+            if not number:
+                hook = block.register_forward_hook(lambda block, inputs, out: noisy(out))
+                shares[place] = divergence(exact, model.head(model(row)[0]))
+                hook.remove()
+
+            def rest(other, block=block, hidden=hidden):
+                return block(hidden, None, lambda place, *inputs: other, {})
+
+            weight = output_weights(rest, recorder.outputs[place], whole) * shares[place]
+            own.perturbed.update(*recorder.inputs[place], weight=weight)
 
 
 def graded(model, ids, start=1):
@@ -166,12 +204,13 @@ def sketches(calibrations, ranks, window=16, map="ridge", method=None, sketch_dt
     """Sketches of all layers under one budget, at each of several mean ranks."""
     systems, form = [], {"sketch_dtype": sketch_dtype, "residual_bits": residual_bits}
     for rank in ranks:
-        scores = [calibration.scores for calibration in calibrations.values()]
         rule = "uniform" if residual_bits else method  # rank scores do not know residuals
+        kind = "perturbed" if rule == "perturbation" else "scores"
+        scores = [getattr(calibration, kind) for calibration in calibrations.values()]
         ranked = ss.allocate_ranks(scores, rank, rule, map=map, **form)
         family = f"sketch, {map} map" + ("" if sketch_dtype == "bfloat16" else f", {sketch_dtype}")
         family += f", {residual_bits}-bit residual" if residual_bits else ""
-        name = f"{family}, rank {round(rank, 1):g}"
+        name = f"{family}, rank {round(rank, 1):g}" + (f", by {method}" if method else "")
         layers = {
             place: sketch_system(ss.SketchPlan(calibration.basis, own, window, map, **form), name)
             for (place, calibration), own in zip(calibrations.items(), ranked.ranks, strict=True)

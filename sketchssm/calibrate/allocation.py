@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from sketchssm.calibrate.knapsack import Actions
 from sketchssm.calibrate.scores import SCORES, SUMS, RankScores
+from sketchssm.calibrate.sums import common_weighting
 from sketchssm.layer.checks import check_items, check_number, check_size
 from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
@@ -103,10 +104,10 @@ def allocate_ranks(
         Scores of one layer, or of several layers that share the budget.
     mean_rank : float
         Mean rank; the budget is the read traffic of all heads at this rank.
-    method : {"gradient", "error", "sensitivity", "uniform"}, optional
+    method : {"gradient", "perturbation", "error", "sensitivity", "uniform"}, optional
         Score to minimise, see `RankScores.objective`; "uniform" gives every head the mean rank, rounded
-        down to stay within the budget, and reports the objective and bound of the default score. Default: "gradient"
-        if all layers have gradients, else "error".
+        down to stay within the budget, and reports the objective and bound of the default score. Default: the
+        weighting of the scores if all layers have the same, else "error".
     map : CoefficientMap or str, default "ridge"
         Coefficient map, which sets the cost of a rank; see `sketchssm.plans.traffic.sketch_read`.
     sketch_dtype : {"float32", "bfloat16", "int8"}, default "bfloat16"
@@ -126,9 +127,9 @@ def allocate_ranks(
     ------
     ValueError
         If there are no scores or no samples of a layer, a score is not finite, the mean rank is below 1 or, for
-        "uniform", beyond the ranks that can be given, or the method is unknown, or needs gradients that were not given
-        or are all zero, or residuals come with another method than "uniform". Also if the format is unknown, or
-        `rank_max` is beyond the scored ranks of all layers.
+        "uniform", beyond the ranks that can be given, or the method is unknown, or needs gradients or weights
+        that were not given or are all zero, or residuals come with another method than "uniform". Also if the format
+        is unknown, or `rank_max` is beyond the scored ranks of all layers.
     """
     single = isinstance(scores, RankScores)
     layers: Any = (scores,) if isinstance(scores, RankScores) else check_items("scores", scores, "RankScores")
@@ -147,15 +148,15 @@ def allocate_ranks(
             )
     check_residual_bits(residual_bits)
     cost = _Cost(CoefficientMap.of(map), SketchFormat.of(sketch_dtype), residual_bits)
-    default = "gradient" if all(layer.graded for layer in layers) else "error"
+    default = common_weighting(layers)
     method = default if method is None else method
     check_choice("method", method, METHODS)
     if residual_bits and method != "uniform":
         raise ValueError(f"method: expected 'uniform' with residual bits, got {method!r}; allocate_joint has scores")
-    if method in ("gradient", "sensitivity"):
+    if method not in ("error", "uniform"):
         for index, layer in enumerate(layers):
-            if layer.graded and not layer.sensitivity.any():
-                raise ValueError(f"scores: {method!r} needs gradients, got only zeros for layer {index}")
+            if layer.weighting not in (None, "error") and not layer.sensitivity.any():
+                raise ValueError(f"scores: {method!r} needs {layer.weighting}s, got only zeros for layer {index}")
     width = max(layer.rank_max for layer in layers)
     if rank_max is not None and check_size("rank_max", rank_max) > width:
         raise ValueError(f"rank_max: expected at most the largest scored rank, {width}, got {rank_max}")

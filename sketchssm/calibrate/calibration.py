@@ -31,7 +31,7 @@ from sketchssm.plans.plan import SketchPlan
 
 __all__ = ["Calibration", "LayerCalibration", "StoredBasis", "make_plans", "scores_of_sums"]
 
-FORMAT = FileFormat("sketchssm-calibration", 1, ())
+FORMAT = FileFormat("sketchssm-calibration", 2, ())
 """A tensor has the name of its layer, a dot, and its name: of the basis, or of a sum after the name of its scores."""
 
 COLUMNS = ("omega", "weighted", "projection")
@@ -40,9 +40,9 @@ SCORES: dict[str, type[Accumulator]] = {"ranks": RankScores, "joint": JointScore
 """Scores of a layer by name."""
 
 SETTINGS = {
-    "ranks": ("window", "rank_max", "graded"),
-    "joint": ("window", "ranks", "bits", "sketch_dtype", "every", "graded"),
-    "answers": ("window", "ranks", "bits", "sketch_dtype", "every", "graded"),
+    "ranks": ("window", "rank_max", "weighting"),
+    "joint": ("window", "ranks", "bits", "sketch_dtype", "every", "weighting"),
+    "answers": ("window", "ranks", "bits", "sketch_dtype", "every", "weighting"),
 }
 """Settings of scores that a file keeps."""
 
@@ -166,9 +166,8 @@ class Calibration:
             Format of the sketches; with residuals that of the scores. Default: "int8" with residuals, else "bfloat16".
         residual_bits : {0, 1, 2, 3}, default 0
             Bits of the residuals of every sketched head; 0 with a `reduction`: the allocation chooses them.
-        method : {"gradient", "error", "sensitivity", "uniform"}, optional
-            Score for the allocation, see `sketchssm.allocate_ranks`. Default: "gradient" if there are gradients, else
-            "error".
+        method : {"gradient", "perturbation", "error", "sensitivity", "uniform"}, optional
+            Score for the allocation, see `sketchssm.allocate_ranks`. Default: the weighting of the scores.
         rank_max : int, optional
             Largest rank of a head. Default: the columns of the bases.
 
@@ -332,8 +331,10 @@ def _collected(calibration: Calibration, kind: str) -> list[Any]:
 def _joint_scores(
     calibration: Calibration, kind: str, bits: Sequence[int], method: str | None, form: str
 ) -> list[JointScores]:
-    """Joint scores of some bits, without gradients for the method "error"."""
+    """Joint scores of some bits, without their weighting for the method "error"."""
     found = _collected(calibration, kind)
+    if method not in (None, "error", found[0].weighting):
+        raise ValueError(f"method: expected {found[0].weighting!r} of the joint scores or 'error', got {method!r}")
     if form != found[0].sketch_dtype:
         raise ValueError(f"sketch_dtype: expected {found[0].sketch_dtype!r} of the joint scores, got {form!r}")
     return [some_bits(scores, bits, method != "error") for scores in found]

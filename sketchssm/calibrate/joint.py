@@ -23,7 +23,7 @@ from sketchssm.calibrate.allocation import Allocation, Traffic
 from sketchssm.calibrate.coding import ResidualError, residual_error, stored
 from sketchssm.calibrate.knapsack import Actions
 from sketchssm.calibrate.prefixes import prefix_basis
-from sketchssm.calibrate.sums import Accumulator, RunningSum, added
+from sketchssm.calibrate.sums import Accumulator, RunningSum, common_weighting
 from sketchssm.calibrate.windows import Carry, Reads
 from sketchssm.layer.checks import check_items, check_number, check_size
 from sketchssm.layer.formats import SketchFormat
@@ -69,7 +69,8 @@ class JointScores(Accumulator):
     layer : Layer
         Kind and shape.
     paired : ndarray of float64, (heads, ranks, bits)
-        Sum of ``(grad^T delta)^2`` with the error ``delta = (S_served - S)^T x`` of a read.
+        Sum of ``(grad^T delta)^2``, or of ``weight |delta|^2``, with the error ``delta = (S_served - S)^T x`` of a
+        read.
     error : ndarray of float64, (heads, ranks, bits)
         Sum of ``|delta|^2``.
     isotropic : ndarray of float64, (heads, ranks, bits)
@@ -78,8 +79,8 @@ class JointScores(Accumulator):
         Sum of ``|S^T x|^2``.
     samples : ndarray of int64, (heads,)
         Number of samples.
-    graded : bool or None
-        Whether gradients are given; None before the first update.
+    weighting : {"gradient", "perturbation", "error"} or None
+        What errors are weighted by: gradients, weights of perturbations, or nothing. None before the first update.
     window, ranks, bits, sketch_dtype, every
         As given, or their defaults; `ranks` and `bits` rise.
 
@@ -113,7 +114,7 @@ class JointScores(Accumulator):
         self.bits = some_of("bits", bits, STEPS)
         self.sketch_dtype = SketchFormat.of(sketch_dtype).name
         self.every = check_size("every", every)
-        self.graded: bool | None = None
+        self.weighting: str | None = None
         self._omega = basis.columns(self.ranks[-1])[0].astype(np.float64)
         shape = (self.layer.heads, len(self.ranks), len(self.bits))
         self.paired, self.error, self.isotropic = np.zeros(shape), np.zeros(shape), np.zeros(shape)
@@ -121,7 +122,16 @@ class JointScores(Accumulator):
         self.samples = np.zeros(self.layer.heads, dtype=np.int64)
 
     def update(
-        self, q: Any, k: Any, v: Any, g: Any, beta: Any = None, grad: Any = None, *, carry: Carry | None = None
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        g: Any,
+        beta: Any = None,
+        grad: Any = None,
+        *,
+        weight: Any = None,
+        carry: Carry | None = None,
     ) -> Carry:
         """Add the samples of some tokens, on the device of their arrays (see `Moments.update`).
 
@@ -129,7 +139,7 @@ class JointScores(Accumulator):
         ----------
         q, k, v, g : array
             As of `RankScores.update`.
-        beta, grad : array, optional
+        beta, grad, weight : array, optional
             As of `RankScores.update`.
         carry : Carry, optional
             Result of the previous call, to continue the same sequences.
@@ -146,7 +156,7 @@ class JointScores(Accumulator):
         TypeError
             If an argument is not a real floating-point array.
         """
-        return self._update((q, k, v, g, beta), grad, carry)
+        return self._update((q, k, v, g, beta), grad, weight, carry)
 
     def _add(self, space: Space, reads: Reads, sums: dict[str, Any], dtype: str) -> None:
         some = [i for i, number in enumerate(reads.numbers) if not (number - 1) % self.every]
@@ -163,8 +173,11 @@ class JointScores(Accumulator):
             sums["error"][heads, *at] += space.cast(space.xp.square(delta).sum(-1), "float64").sum((0, 2, 3))
             sums["isotropic"][heads, *at] += (error.energy * weight).sum((0, 2))
             if slope is not None:
-                paired = space.cast((slope * delta).sum(-1), "float64")
-                sums["paired"][heads, *at] += space.xp.square(paired).sum((0, 2, 3))
+                paired = slope * delta  # of roots of weights, each channel counts by itself
+                if slope.shape[-1] == self.layer.value_dim:
+                    paired = paired.sum(-1)[..., None]
+                paired = space.xp.square(space.cast(paired, "float64"))
+                sums["paired"][heads, *at] += paired.sum((0, 2, 3, 4))
         read = space.cast(space.xp.square(x @ states.swapaxes(-1, -2)).sum(-1), "float64")
         sums["energy"][heads] += read.sum((0, 2, 3))
         sums["samples"][heads] += space.cast((space.cast(live, "float64") * counts).sum((0, 2)), "int64")
@@ -211,31 +224,17 @@ class JointScores(Accumulator):
                 yield (i, j), residual_error(space, left, squares, spread, bits)
 
     def __add__(self, other: JointScores) -> JointScores:
-        """Scores over both sets of traces; ValueError unless basis, settings and use of gradients agree."""
-        if not isinstance(other, JointScores):
-            return NotImplemented
-        for name in ("layer", "window", "ranks", "bits", "sketch_dtype"):
-            if getattr(self, name) != getattr(other, name):
-                raise ValueError(
-                    f"scores: expected the same {name} to add, got {getattr(self, name)} and {getattr(other, name)}"
-                )
-        if not np.array_equal(self._omega, other._omega):
-            raise ValueError("scores: expected the same basis to add")
-        if None not in (self.graded, other.graded) and self.graded != other.graded:
-            raise ValueError("scores: expected gradients in both or in neither")
-        total = JointScores.__new__(JointScores)
-        total.__dict__.update(self.__dict__)
-        total.graded = other.graded if self.graded is None else self.graded
-        total.__dict__.update(added(self, {name: getattr(other, name) for name in SUMS}))
-        return total
+        """Scores over both sets of traces; ValueError unless basis, settings and weighting agree."""
+        settings = "ranks", "bits", "sketch_dtype"
+        return self._joined(other, *settings) if isinstance(other, JointScores) else NotImplemented
 
 
-def some_bits(scores: JointScores, bits: Sequence[int], graded: bool = True) -> JointScores:
-    """Scores of some of the bits, with or without their gradients."""
+def some_bits(scores: JointScores, bits: Sequence[int], weighted: bool = True) -> JointScores:
+    """Scores of some of the bits, with or without their weighting."""
     chosen = some_of("bits", bits, scores.bits)
     part = JointScores.__new__(JointScores)
     part.__dict__.update(scores.__dict__)
-    part.bits, part.graded = chosen, scores.graded and graded
+    part.bits, part.weighting = chosen, scores.weighting if weighted else "error"
     for name in ("paired", "error", "isotropic"):
         setattr(part, name, getattr(scores, name)[..., [scores.bits.index(each) for each in chosen]])
     return part
@@ -264,8 +263,8 @@ def allocate_joint(
     Returns
     -------
     Allocation
-        Ranks and bits with their certificate. `method` is "joint" with gradients, else "joint-error": the score on
-        text is then ``E[|delta|^2]``.
+        Ranks and bits with their certificate. `method` is "joint" if all layers have gradients, "joint-perturbation"
+        if all have weights, else "joint-error": the score on text is then ``E[|delta|^2]``.
 
     Raises
     ------
@@ -276,15 +275,15 @@ def allocate_joint(
     single = isinstance(scores, JointScores)
     layers = _checked("scores", scores)
     check_number("reduction", reduction, "a finite number above 0", lambda number: 0 < number < np.inf)
-    graded = all(layer.graded for layer in layers)
-    tasks = [_task("scores", layers, "paired" if graded else "error")]
+    weighting = common_weighting(layers)
+    tasks = [_task("scores", layers, "error" if weighting == "error" else "paired")]
     if answers is None:
         tasks.append(_task("scores", layers, "isotropic"))
     else:
         asked = _checked("answers", answers)
         if [x.layer for x in asked] != [x.layer for x in layers] or _settings(asked[0]) != _settings(layers[0]):
             raise ValueError("answers: expected the layers, ranks, bits, window and format of scores, got others")
-        if not all(x.graded for x in asked):
+        if common_weighting(asked) != "gradient":
             raise ValueError("answers: expected scores with gradients, got some without")
         tasks.append(_task("answers", asked, "paired"))
     values = [sum(parts) for parts in zip(*tasks, strict=True)]
@@ -305,7 +304,7 @@ def allocate_joint(
     ranks, bits = (np.split(x, ends) for x in table.taken(choice))
     spent = Traffic(used, window * standard / ((window - 1) * used + standard))
     chosen = (ranks[0], bits[0]) if single else (ranks, bits)
-    method = "joint" if graded else "joint-error"
+    method = "joint" if weighting == "gradient" else f"joint-{weighting}"
     return Allocation(chosen[0], objective, bound, budget, spent, method, layers[0].sketch_dtype, chosen[1])
 
 
@@ -337,7 +336,7 @@ def _task(name: str, layers: Sequence[JointScores], kind: str) -> list[Array]:
     if kind == "paired":
         for index, mean in enumerate(means):
             if not mean.any():
-                raise ValueError(f"{name}: expected gradients, got only zeros for layer {index}")
+                raise ValueError(f"{name}: expected {layers[index].weighting}s, got only zeros for layer {index}")
     at = (_nearest(layers[0].ranks, 2), _nearest(layers[0].bits, 2))
     return [mean / (sum(x[:, *at].sum() for x in means) or 1.0) for mean in means]
 

@@ -111,7 +111,7 @@ class Moments(Accumulator):
         TypeError
             If an argument is not a real floating-point array.
         """
-        return self._update((q, k, v, g, beta), None, carry)
+        return self._update((q, k, v, g, beta), None, None, carry)
 
     def _add(self, space: Space, reads: Reads, sums: dict[str, Any], dtype: str) -> None:
         some = slice(0, 1 + max(i for i, count in enumerate(reads.counts) if count))

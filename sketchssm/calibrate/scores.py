@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from sketchssm.arrays.space import Space
 from sketchssm.calibrate.prefixes import prefix_basis
-from sketchssm.calibrate.sums import Accumulator, RunningSum, added
+from sketchssm.calibrate.sums import Accumulator, RunningSum
 from sketchssm.calibrate.windows import Carry, Reads
 from sketchssm.layer.checks import check_size
 from sketchssm.layer.recurrence import check_choice, check_instance, check_window
@@ -23,7 +23,7 @@ from sketchssm.reference.recurrence import Array
 
 __all__ = ["SCORES", "RankScores"]
 
-SCORES = ("gradient", "error", "sensitivity")
+SCORES = ("gradient", "perturbation", "error", "sensitivity")
 """Methods of `RankScores.objective`."""
 
 SUMS = ("error", "paired", "weighted", "sensitivity", "samples")
@@ -51,15 +51,15 @@ class RankScores(Accumulator):
     error : ndarray of float64, (heads, rank_max + 1)
         Sum of ``|delta(G)|^2`` for G = 0 to `rank_max`. Rank 0 reads nothing, so column 0 is the whole energy.
     paired : ndarray of float64, (heads, rank_max + 1)
-        Sum of ``(grad^T delta(G))^2``.
+        Sum of ``(grad^T delta(G))^2``, or of ``weight |delta(G)|^2``.
     sensitivity : ndarray of float64, (heads,)
-        Sum of ``|grad|^2``.
+        Sum of ``|grad|^2``, or of ``weight V``.
     weighted : ndarray of float64, (heads, rank_max + 1)
-        Sum of ``|grad|^2 |o_G|^2``, with the read ``o_G = Q_G Q_G^T o``.
+        Sum of ``|grad|^2 |o_G|^2``, or of ``weight V |o_G|^2``, with the read ``o_G = Q_G Q_G^T o``.
     samples : ndarray of int64, (heads,)
         Number of samples.
-    graded : bool or None
-        Whether gradients are given; None before the first update.
+    weighting : {"gradient", "perturbation", "error"} or None
+        What errors are weighted by: gradients, weights of perturbations, or nothing. None before the first update.
     window, rank_max
         As given, or their defaults.
 
@@ -82,7 +82,7 @@ class RankScores(Accumulator):
         self.layer = basis.layer
         self.window = check_window(basis.window if window is None else window)
         self.rank_max = rank
-        self.graded: bool | None = None
+        self.weighting: str | None = None
         self._omega = basis.columns(rank)[0]
         shape = (self.layer.heads, self.rank_max + 1)
         self.error, self.paired, self.weighted = np.zeros(shape), np.zeros(shape), np.zeros(shape)
@@ -90,7 +90,16 @@ class RankScores(Accumulator):
         self.samples = np.zeros(self.layer.heads, dtype=np.int64)
 
     def update(
-        self, q: Any, k: Any, v: Any, g: Any, beta: Any = None, grad: Any = None, *, carry: Carry | None = None
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        g: Any,
+        beta: Any = None,
+        grad: Any = None,
+        *,
+        weight: Any = None,
+        carry: Carry | None = None,
     ) -> Carry:
         """Add the samples of some tokens, on the device of their arrays (see `Moments.update`).
 
@@ -107,6 +116,9 @@ class RankScores(Accumulator):
         grad : array, (batch, tokens, heads, V), optional
             Gradient of the loss with respect to the recurrence's output, on one scale for all layers and calls. Pass
             gradients at every call or at none.
+        weight : array, (batch, tokens, heads), optional
+            In place of gradients: weight of the squared error of each output, at least 0 and on one scale for all
+            layers and calls (`sketchssm.transformers.calibrate` measures such weights by perturbation).
         carry : Carry, optional
             Result of the previous call, to continue the same sequences.
 
@@ -118,12 +130,12 @@ class RankScores(Accumulator):
         Raises
         ------
         ValueError
-            Naming the argument, before anything is added: input that `Moments.update` refuses, a gradient of the wrong
-            shape or not finite, or gradients at some calls only.
+            Naming the argument, before anything is added: input that `Moments.update` refuses, gradients or weights
+            of the wrong shape or not finite, negative weights, or gradients or weights at some calls only.
         TypeError
             If an argument is not a real floating-point array.
         """
-        return self._update((q, k, v, g, beta), grad, carry)
+        return self._update((q, k, v, g, beta), grad, weight, carry)
 
     def _add(self, space: Space, reads: Reads, sums: dict[str, Any], dtype: str) -> None:
         heads, transposed = reads.heads, reads.states.swapaxes(-1, -2)
@@ -141,10 +153,15 @@ class RankScores(Accumulator):
         sums["samples"][heads] += (space.cast(reads.live, "int64") * counts).sum((0, 2))
         if reads.slope is None:
             return
-        missed = space.cast((reads.slope * rest).sum(-1), "float64")
-        along = space.cast(reads.slope @ basis, "float64") * space.cast(seen, "float64")
-        sums["paired"][heads] += space.xp.square(_tails(space, missed, along)).sum((0, 2, 3))
         sensitivity = space.cast(space.xp.square(reads.slope).sum(-1), "float64")
+        if reads.slope.shape[-1] == self.layer.value_dim:
+            missed = space.cast((reads.slope * rest).sum(-1), "float64")
+            along = space.cast(reads.slope @ basis, "float64") * space.cast(seen, "float64")
+            sums["paired"][heads] += space.xp.square(_tails(space, missed, along)).sum((0, 2, 3))
+        else:  # roots of weights
+            missed, along = (sensitivity * last).sum((0, 2, 3)), (sensitivity[..., None] * energy).sum((0, 2, 3))
+            sums["paired"][heads] += _tails(space, missed, along)
+            sensitivity = sensitivity * self.layer.value_dim
         weighted = space.xp.cumsum((sensitivity[..., None] * energy).sum((0, 2, 3)), -1)
         sums["weighted"][heads, 1:] += weighted
         sums["sensitivity"][heads] += sensitivity.sum((0, 2, 3))
@@ -160,11 +177,11 @@ class RankScores(Accumulator):
 
         Parameters
         ----------
-        method : {"gradient", "error", "sensitivity"}, optional
+        method : {"gradient", "perturbation", "error", "sensitivity"}, optional
             "gradient" is the paper's paired score ``E[(grad^T delta(G))^2]`` (equation *m-head-objective*) and
-            "error" its gradient-free ablation ``E[|delta(G)|^2]``. "sensitivity", the gradient-only ablation, is
-            ``E[|grad|^2]`` of the head times a `decay` with rank that all heads share. Default: "gradient" if
-            gradients were given, else "error".
+            "error" its gradient-free ablation ``E[|delta(G)|^2]``. "perturbation" is ``E[weight |delta(G)|^2]``.
+            "sensitivity", the gradient-only ablation, is ``E[|grad|^2]`` of the head times a `decay` with rank that
+            all heads share. Default: the `weighting`.
         decay : array_like, (rank_max + 1,), optional
             The shared decay of "sensitivity"; default the mean over this layer's heads of ``1 - retained``.
 
@@ -176,12 +193,14 @@ class RankScores(Accumulator):
         Raises
         ------
         ValueError
-            If the method is unknown or needs gradients that were not given.
+            If the method is unknown or needs gradients or weights that were not given.
         """
-        method = method or ("gradient" if self.graded else "error")
+        method = method or self.weighting or "error"
         check_choice("method", method, SCORES)
-        if method != "error" and not self.graded:
-            raise ValueError(f"method: {method!r} needs gradients, and the scores were updated without")
+        need = "gradient" if method == "sensitivity" else method
+        if need not in ("error", self.weighting):
+            what = "weights" if need == "perturbation" else "gradients"
+            raise ValueError(f"method: {method!r} needs {what}, and the scores were updated without")
         count = np.maximum(self.samples, 1)[:, None]
         if method == "sensitivity":
             shared = (1.0 - self.retained).mean(axis=0) if decay is None else np.asarray(decay, dtype=np.float64)
@@ -192,13 +211,13 @@ class RankScores(Accumulator):
         """Score noise with the energy of a read through the first G columns, for every head and G.
 
         The noise of codes has no preferred direction. So under "gradient" its score is ``E[|grad|^2 |o_G|^2] / V``,
-        with the read ``o_G = Q_G Q_G^T o``. The paired score of the read itself can't replace it: gradients may avoid
-        the direction of the output. In 32 heads of six real layers the paired score of the whole read is 0.05 to 5.2
-        times the score of noise.
+        with the read ``o_G = Q_G Q_G^T o``, and under "perturbation" ``E[weight |o_G|^2]``. The paired score of the
+        read itself can't replace it: gradients may avoid the direction of the output. In 32 heads of six real layers
+        the paired score of the whole read is 0.05 to 5.2 times the score of noise.
 
         Parameters
         ----------
-        method : {"gradient", "error", "sensitivity"}, optional
+        method : {"gradient", "perturbation", "error", "sensitivity"}, optional
             See `objective`.
         decay : array_like, (rank_max + 1,), optional
             See `objective`.
@@ -211,32 +230,17 @@ class RankScores(Accumulator):
         Raises
         ------
         ValueError
-            If the method is unknown or needs gradients that were not given.
+            If the method is unknown or needs gradients or weights that were not given.
         """
         curves = self.objective(method, decay)
-        if (method or ("gradient" if self.graded else "error")) == "gradient":
+        if (method or self.weighting) in ("gradient", "perturbation"):
             return self.weighted / (np.maximum(self.samples, 1)[:, None] * self.layer.value_dim)
         # a decay that layers share may rise with the rank
         return np.maximum.accumulate(curves[:, :1] - curves, axis=-1)
 
     def __add__(self, other: RankScores) -> RankScores:
-        """Scores over both sets of traces; ValueError unless basis, window and use of gradients agree."""
-        if not isinstance(other, RankScores):
-            return NotImplemented
-        for name in ("layer", "window", "rank_max"):
-            if getattr(self, name) != getattr(other, name):
-                raise ValueError(
-                    f"scores: expected the same {name} to add, got {getattr(self, name)} and {getattr(other, name)}"
-                )
-        if not np.array_equal(self._omega, other._omega):
-            raise ValueError("scores: expected the same basis to add")
-        if None not in (self.graded, other.graded) and self.graded != other.graded:
-            raise ValueError("scores: expected gradients in both or in neither")
-        total = RankScores.__new__(RankScores)
-        total.__dict__.update(self.__dict__)
-        total.graded = other.graded if self.graded is None else self.graded
-        total.__dict__.update(added(self, {name: getattr(other, name) for name in SUMS}))
-        return total
+        """Scores over both sets of traces; ValueError unless basis, window and weighting agree."""
+        return self._joined(other, "rank_max") if isinstance(other, RankScores) else NotImplemented
 
 
 def _tails(space: Space, last: Any, parts: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from sketchssm.arrays.space import Space
 from sketchssm.calibrate.windows import Carry, Reads, take_array, take_tokens, visit
 from sketchssm.layer.recurrence import Layer, Tokens
 
-__all__ = ["Accumulator", "RunningSum", "added"]
+__all__ = ["Accumulator", "RunningSum", "added", "common_weighting"]
 
 LARGEST_SUM = 1e100
 """Largest moment or score: the product of two, over all heads, still has room in float64."""
@@ -41,29 +42,31 @@ class Accumulator(ABC):
 
     layer: Layer
     window: int
-    graded: bool | None
+    weighting: str | None
+    """What the sums of products weight errors by: "gradient", "perturbation" or, without weights, "error"."""
     sums: ClassVar[tuple[str, ...]]
     of_gradients: ClassVar[tuple[str, ...]] = ()
-    """Sums of squared gradients."""
+    """Sums of products with squared gradients or with weights."""
 
     @abstractmethod
     def _add(self, space: Space, reads: Reads, sums: dict[str, Any], dtype: str) -> None:
         """Add some samples to sums."""
 
-    def _update(self, inputs: tuple[Any, ...], grad: Any, carry: Carry | None) -> Carry:
+    def _update(self, inputs: tuple[Any, ...], grad: Any, weight: Any, carry: Carry | None) -> Carry:
         """Add the samples of some tokens, all or none.
 
         Products are in float32 unless an input is float64, and sums of each block's products in float64. If float32
         has no room for a product, all is computed again in float64.
         """
         space, tokens = take_tokens(self.layer, *inputs)
-        top, facts = 1.0, dict[str, bool]()
-        if "graded" in vars(self):
-            facts["graded"] = grad is not None
-            if self.graded not in (None, grad is not None):
-                raise ValueError("grad: expected at every update or at none")
-        if grad is not None:
-            grad, top = _taken_grad(space, grad, tokens.v.shape)
+        top, facts = 1.0, dict[str, str]()
+        if "weighting" in vars(self):
+            given = [name for name, x in (("gradient", grad), ("perturbation", weight)) if x is not None] or ["error"]
+            facts["weighting"] = given[0]
+            if len(given) > 1 or self.weighting not in (None, *given):
+                raise ValueError("grad, weight: expected the same one, or neither, at every update")
+        if grad is not None or weight is not None:
+            grad, top = _slope(space, grad, weight, tokens.v.shape)
         wide = any(x is not None and str(x.dtype).endswith("float64") for x in (*tokens, grad))
         for dtype in ("float64",) if wide else ("float32", "float64"):
             sums, after = self._summed(space, tokens, grad, carry, dtype, top)
@@ -90,23 +93,51 @@ class Accumulator(ABC):
             sums[name] *= top**2
         return sums, after
 
+    def _joined(self, other: Self, *settings: str) -> Self:
+        """Scores over the samples of both; ValueError unless basis, window, weighting and some settings agree."""
+        for name in ("layer", "window", *settings):
+            if getattr(self, name) != getattr(other, name):
+                raise ValueError(
+                    f"scores: expected the same {name} to add, got {getattr(self, name)} and {getattr(other, name)}"
+                )
+        if not np.array_equal(vars(self)["_omega"], vars(other)["_omega"]):
+            raise ValueError("scores: expected the same basis to add")
+        if None not in (self.weighting, other.weighting) and self.weighting != other.weighting:
+            raise ValueError(f"scores: expected the same weighting, got {self.weighting} and {other.weighting}")
+        total = type(self).__new__(type(self))
+        total.__dict__.update(self.__dict__, weighting=self.weighting or other.weighting)
+        total.__dict__.update(added(self, {name: getattr(other, name) for name in self.sums}))
+        return total
+
+
+def common_weighting(scores: Iterable[Accumulator]) -> str:
+    """Weighting that all scores have; "error", which needs none, if they differ."""
+    found = {each.weighting or "error" for each in scores}
+    return found.pop() if len(found) == 1 else "error"
+
 
 def _type_of(name: str) -> str:
     return "int64" if name == "samples" else "float64"
 
 
-def _taken_grad(space: Space, grad: Any, shape: tuple[int, ...]) -> tuple[Any, float]:
-    """Gradients in a space, and a power of two near the largest."""
-    if not space.holds(grad):
-        grad = take_array(grad, "grad") if not space.on_device else space.array(take_array(grad, "grad"), "float32")
-    if tuple(grad.shape) != tuple(shape):
-        raise ValueError(f"grad: expected shape {tuple(shape)}, got {tuple(grad.shape)}")
-    if not grad.shape[0] * grad.shape[1]:
-        return grad, 1.0
-    top = float(space.cast(space.xp.abs(grad), "float64").max())
+def _slope(space: Space, grad: Any, weight: Any, shape: tuple[int, ...]) -> tuple[Any, float]:
+    """Gradients ``(..., V)`` or roots of weights ``(..., 1)`` in a space, and a power of two near the largest."""
+    name, given, shape = ("grad", grad, tuple(shape)) if weight is None else ("weight", weight, tuple(shape[:-1]))
+    if not space.holds(given):
+        given = take_array(given, name) if not space.on_device else space.array(take_array(given, name), "float32")
+    if tuple(given.shape) != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(given.shape)}")
+    slope = given if weight is None else given[..., None]
+    if not slope.shape[0] * slope.shape[1]:
+        return slope, 1.0
+    if weight is not None:
+        if (least := float(given.min())) < 0:
+            raise ValueError(f"weight: expected numbers of at least 0, got {least:g}")
+        slope = space.xp.sqrt(slope)
+    top = float(space.cast(space.xp.abs(slope), "float64").max())
     if not np.isfinite(top):
-        take_array(grad, "grad")
-    return grad, float(2.0 ** np.floor(np.log2(top))) if top else 1.0
+        take_array(given, name)  # raises
+    return slope, float(2.0 ** np.floor(np.log2(top))) if top else 1.0
 
 
 def added(owner: object, sums: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +153,7 @@ def added(owner: object, sums: dict[str, Any]) -> dict[str, Any]:
             held = vars(owner)[name]
             total = totals[name] = (space.array(held, _type_of(name)) if space.on_device else _host(held, name)) + more
             if not bool((abs(total) <= LARGEST_SUM).all() if hasattr(total, "all") else abs(total) <= LARGEST_SUM):
-                cause = "grad" if name in ("paired", "weighted", "sensitivity") else "q, k, v"
+                cause = "grad, weight" if name in ("paired", "weighted", "sensitivity") else "q, k, v"
                 raise ValueError(
                     f"{cause}: expected inputs with a {name} of at most {LARGEST_SUM:g}, got "
                     f"{float(abs(total).max()):g}: are keys normalised, and values and gradients scaled?"

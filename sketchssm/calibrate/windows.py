@@ -63,7 +63,7 @@ class Reads(NamedTuple):
     True where they are nonzero. ``queries (rows, heads, windows, W, K)`` are effective queries: zero where the state
     is zero, and for tokens that are no samples of this call. ``counts`` are each window's samples of a live head,
     ``numbers`` the windows' places in the call, and ``slope (rows, heads, windows, W, V)`` the gradients, scaled, with
-    the zeros of the queries.
+    the zeros of the queries; with a last axis of 1 it has roots of weights.
     """
 
     states: Any
@@ -137,7 +137,7 @@ def visit(
 ) -> Carry:
     """Run sequences and visit every token that is read through the sketch.
 
-    `tokens`, and the gradients `grad (batch, tokens, heads, V)`, are arrays of a space, from `take_tokens`. `carry`
+    `tokens`, and gradients `grad (batch, tokens, heads, V or 1)`, are arrays of a space, from `take_tokens`. `carry`
     has the positions of the sequences; None stands for zero states and an empty window. `add` is called for blocks of
     windows, on several threads but never for one head at once. Gradients come divided by `scale`. The result has the
     positions after the last token, and shares no memory with the caller's arrays.

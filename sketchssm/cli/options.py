@@ -169,7 +169,7 @@ map_settings = gather(
     click.option(
         "--method",
         type=click.Choice(METHODS),
-        help="Rank allocation.  [default: gradient if traces have gradients, else error]",
+        help="Rank allocation.  [default: gradient; error for traces without, perturbation for models without]",
     ),
 )
 """Settings of plans, as one argument `settings`."""

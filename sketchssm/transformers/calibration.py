@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sketchssm.arrays import interop
 from sketchssm.calibrate.allocation import METHODS, check_mean_rank
@@ -25,23 +19,18 @@ from sketchssm.calibrate.scores import RankScores
 from sketchssm.cuda import MAX_RANK
 from sketchssm.layer.checks import check_items, check_size
 from sketchssm.layer.coefficients import CoefficientMap
-from sketchssm.layer.recurrence import Tokens, check_choice, check_window
+from sketchssm.layer.recurrence import check_choice, check_window
 from sketchssm.layer.residual import STEPS
 from sketchssm.plans.model_plans import ModelPlans
 from sketchssm.transformers.identity import fingerprint
-from sketchssm.transformers.modeling import Call, RecurrentLayer, intercepted, layers
-from sketchssm.transformers.recording import check_no_cache, host_inputs
-from sketchssm.transformers.text import Ids, check_ids, run_row, token_rows
+from sketchssm.transformers.modeling import layers
+from sketchssm.transformers.passes import Mask, Sums, backward, forward, perturbed, without_gradients
+from sketchssm.transformers.text import Ids, check_ids, token_rows
 
 __all__ = ["calibrate", "collect", "progress_steps"]
 
 WINDOWS = 512
 """Windows of text that score ranks with residuals, at even distances."""
-
-Mask = npt.NDArray[np.bool_]
-
-Take = Callable[[Tokens, Any], object]
-"""Takes the inputs ``(batch, tokens, ...)`` of one call of a layer, and the gradient of its output or None."""
 
 
 def calibrate(
@@ -67,6 +56,7 @@ def calibrate(
     Two thirds of the rows of text (rounded down) fit the bases, and the others score the ranks. Rows run one at a
     time, without a cache. Moments and scores are summed while the model runs, so that at most the inputs of one row
     are in memory. A score with gradients needs a backward pass through the model, without gradients of parameters.
+    Where it does not reach a layer, as with some kinds of quantised weights, ranks are scored by perturbation.
 
     Parameters
     ----------
@@ -100,10 +90,12 @@ def calibrate(
     residual_bits : {0, 1, 2, 3}, default 0
         Bits of the residual's codes of every sketched head, see `sketchssm.SketchPlan`. 0 with a `reduction`: the
         allocation chooses them.
-    method : {"gradient", "error", "sensitivity", "uniform"}, optional
+    method : {"gradient", "perturbation", "error", "sensitivity", "uniform"}, optional
         Score for the allocation, see `sketchssm.allocate_ranks` and, for plans with residuals,
         `sketchssm.allocate_joint`, which has no "sensitivity". "gradient" and "sensitivity" use gradients of the
-        summed next-token cross-entropy by the layers' outputs. Default: "gradient".
+        summed next-token cross-entropy by the layers' outputs. "perturbation" measures in forward passes how much an
+        error of a head changes the output of its block, and this the distribution of the next token. Default:
+        "gradient" or, with a warning, "perturbation" if the backward pass does not reach a layer.
     rank_max : int, optional
         Largest rank to score, where a layer has as many. A head that needs more reads its full state. Default: 16,
         the most that backend "cuda" takes.
@@ -131,11 +123,10 @@ def calibrate(
 
     >>> plans = sketchssm.transformers.calibrate(model, text, tokenizer=tokenizer, reduction=10)  # doctest: +SKIP
     """
-    method = "gradient" if method is None else method
     check_mean_rank(mean_rank)
     map, sketch_dtype, bits = residual_settings(map, sketch_dtype, residual_bits, method, reduction)
     joint = bool(bits) and method != "uniform"
-    if prompts is not None and (not bits or method != "gradient"):
+    if prompts is not None and (not bits or method not in (None, "gradient")):
         raise ValueError(f"prompts: expected None without residuals and the method 'gradient', got {method!r}")
     collected = collect(
         model,
@@ -189,9 +180,9 @@ def collect(
         Format of the sketches of plans with residuals.
     bits : sequence of {1, 2, 3}, default all
         Bits of residuals to score.
-    method : {"gradient", "error", "sensitivity", "uniform"}, optional
-        "gradient" and "sensitivity" use gradients and need a backward pass; "error" and "uniform" do not. Default:
-        "gradient".
+    method : {"gradient", "perturbation", "error", "sensitivity", "uniform"}, optional
+        "gradient" and "sensitivity" use gradients and need a backward pass; the others do not. Default: as of
+        `calibrate`.
 
     Returns
     -------
@@ -203,8 +194,8 @@ def collect(
     ValueError
         If an argument of `calibrate` is refused, or a kind of scores is unknown.
     """
-    method = "gradient" if method is None else method
-    check_choice("method", method, METHODS)
+    if method is not None:
+        check_choice("method", method, METHODS)
     kinds = tuple(check_items("scores", scores, "names"))
     if not kinds:
         raise ValueError("scores: expected 'ranks', 'joint' or both, got none")
@@ -221,16 +212,19 @@ def collect(
     questions, wanted = _answered(prompts, answers, window + 2)
     check_ids(model, questions, "prompts")
     fit, score = rows[: len(rows) * 2 // 3], rows[len(rows) * 2 // 3 :]
-    graded = method in ("gradient", "sensitivity")
-    if graded:
-        _check_gradients(model, score[0][: window + 2], method, list(found))
+    if method in (None, "gradient", "sensitivity"):
+        lack = without_gradients(model, score[0][: window + 2])
+        if lack and (method or questions):
+            need = f"{method or 'gradient'!r} needs gradients of the layers' outputs"
+            raise ValueError(f"method: {need}, but {lack}; expected 'perturbation', 'error' or 'uniform'")
+        if lack:
+            warnings.warn(f"method: {lack}; ranks are scored by perturbation", RuntimeWarning, stacklevel=2)
+        method = "perturbation" if lack else method or "gradient"
 
     moments = {name: Moments(x.layer, window=window) for name, x in found.items()}
-    with _streamed(model, {name: _adder(sums) for name, sums in moments.items()}, False):
-        for i, row in enumerate(fit):
-            step(f"moments, row {i + 1} of {len(fit)}")
-            with torch.no_grad():
-                run_row(model, row)
+    for i, row in enumerate(fit):
+        step(f"moments, row {i + 1} of {len(fit)}")
+        forward(model, {name: [own] for name, own in moments.items()}, row)
     step("bases")
     bases = {}
     for name, sums in moments.items():
@@ -244,33 +238,22 @@ def collect(
             made[name]["ranks"] = RankScores(basis)
         if "joint" in kinds:
             made[name]["joint"] = JointScores(basis, every=every, **form)
-    _score(model, made, score, None, graded, "scores", step)
+    scored: Sums = {name: list(own.values()) for name, own in made.items()}
+    if method == "perturbation":
+        perturbed(model, scored, score, lambda i: step(f"scores, row {i + 1} of {len(score)}"))
+    else:
+        for i, row in enumerate(score):
+            step(f"scores, row {i + 1} of {len(score)}")
+            (backward if method in ("gradient", "sensitivity") else forward)(model, scored, row)
     if questions and "joint" in kinds:
         asked = {name: {"answers": JointScores(basis, **form)} for name, basis in bases.items()}
-        _score(model, asked, questions, wanted, True, "answers", step)
+        scored = {name: list(own.values()) for name, own in asked.items()}
+        for i, (row, marks) in enumerate(zip(questions, wanted, strict=True)):
+            step(f"answers, row {i + 1} of {len(questions)}")
+            backward(model, scored, row, marks)
         made = {name: own | asked[name] for name, own in made.items()}
     parts = {name: LayerCalibration(StoredBasis.of(bases[name]), **own) for name, own in made.items()}
     return Calibration(parts, identity, sum(row.size for row in rows))
-
-
-def _score(
-    model: torch.nn.Module,
-    scores: Mapping[str, Mapping[str, RankScores | JointScores]],
-    rows: Sequence[Ids],
-    wanted: Sequence[Mask] | None,
-    graded: bool,
-    label: str,
-    step: Callable[[str], None],
-) -> None:
-    """Add the samples of rows to scores, with gradients of the loss of all tokens or of the wanted ones."""
-    with _streamed(model, {name: _adder(*sums.values()) for name, sums in scores.items()}, graded):
-        for i, row in enumerate(rows):
-            step(f"{label}, row {i + 1} of {len(rows)}")
-            if graded:
-                _backward(model, row, None if wanted is None else wanted[i])
-            else:
-                with torch.no_grad():
-                    run_row(model, row)
 
 
 def _answered(prompts: Any, answers: Any, least: int) -> tuple[list[Ids], list[Mask]]:
@@ -293,123 +276,3 @@ def _answered(prompts: Any, answers: Any, least: int) -> tuple[list[Ids], list[M
 def progress_steps(rows: int) -> int:
     """Number of calls of `progress` by `calibrate` for some number of rows, of text and of prompts."""
     return rows + 1
-
-
-class _Stream:
-    """Passes one layer's inputs on during the forward pass, and runs the recurrence of transformers."""
-
-    def __init__(self, layer: RecurrentLayer, take: Take, gradients: bool) -> None:
-        self._layer = layer
-        self._take = take
-        self._gradients = gradients
-
-    def prefill(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
-        """See `sketchssm.transformers.modeling.Handler`."""
-        if interop.is_on_device(call.tokens.v):  # sums are computed there
-            check_no_cache(cache)
-            tokens = Tokens(*(None if x is None else x.detach().float() for x in call.tokens))
-        else:
-            tokens = host_inputs(call, cache, self._layer)
-        result = run(**given)
-        if not self._gradients:
-            self._add(tokens, None)
-            return result
-        out = result[0] if isinstance(result, tuple) else result
-        if out.requires_grad:
-            out.register_hook(lambda grad: self._pass_on(tokens, grad))
-        return result
-
-    def decode(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
-        """See `sketchssm.transformers.modeling.Handler`."""
-        raise AssertionError("rows run without a cache")
-
-    def _pass_on(self, tokens: Tokens, grad: torch.Tensor | None) -> None:
-        if grad is not None:
-            self._add(tokens, grad.detach().float())
-
-    def _add(self, tokens: Tokens, grad: torch.Tensor | None) -> None:
-        try:
-            self._take(tokens, grad)
-        except ValueError as error:
-            raise ValueError(f"layer {self._layer.name}: {error}") from error
-
-
-def _adder(*sums: Moments | RankScores | JointScores) -> Take:
-    """Add the inputs of one layer to sums, of which all but moments take gradients."""
-
-    def take(tokens: Tokens, grad: Any) -> None:
-        for each in sums:
-            if isinstance(each, Moments):
-                each.update(*tokens)
-            else:
-                each.update(*tokens, grad=grad)
-
-    return take
-
-
-@contextmanager
-def _streamed(model: torch.nn.Module, takes: dict[str, Take], gradients: bool) -> Iterator[None]:
-    """Pass the inputs of layers on while a model runs, in evaluation mode and without gradients of parameters."""
-    found = layers(model)
-    handlers = {name: _Stream(found[name], take, gradients) for name, take in takes.items()}
-    training = [module for module in model.modules() if module.training]
-    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        model.eval()
-        for parameter in wanted:
-            parameter.requires_grad_(False)
-        with torch.compiler.set_stance("force_eager"), intercepted(dict(handlers), found):
-            yield
-    finally:
-        for module in training:
-            module.training = True
-        for parameter in wanted:
-            parameter.requires_grad_(True)
-
-
-def _check_gradients(model: Any, row: Ids, method: str, names: list[str]) -> None:
-    """Refuse, before any moments, a model whose backward pass does not reach the output of every layer."""
-    reached: set[str] = set()
-    with _streamed(model, {name: lambda *given, name=name: reached.add(name) for name in names}, True):
-        _backward(model, row)
-    for name in names:
-        if name not in reached:
-            raise ValueError(
-                f"method: {method!r} needs gradients of the layers' outputs, but the backward pass gives {name} none; "
-                "expected weights that are not quantised, or the method 'error' or 'uniform'"
-            )
-
-
-@contextmanager
-def _checkpointed(model: torch.nn.Module) -> Iterator[None]:
-    """Keep the inputs of a model's blocks alone for a backward pass, which computes the rest again."""
-    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    before = [vars(block).get("forward") for block in blocks]  # of a module that accelerate has wrapped
-    try:
-        for block in blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
-        yield
-    finally:
-        for block, forward in zip(blocks, before, strict=True):
-            if forward is None:
-                vars(block).pop("forward", None)
-            else:
-                block.forward = forward
-
-
-def _backward(model: Any, row: Ids, wanted: Mask | None = None) -> None:
-    """Backward pass of the summed next-token cross-entropy of a row, of all its tokens or of the wanted ones."""
-    # The backward pass ends at the embeddings, because no parameter has a gradient.
-    start = model.get_input_embeddings().register_forward_hook(lambda module, given, x: x.detach().requires_grad_())
-    try:
-        with torch.enable_grad(), _checkpointed(model):
-            logits, ids = run_row(model, row)
-            logits, following = logits[:-1], ids[1:]
-            if wanted is not None:
-                kept = torch.from_numpy(wanted[1:]).to(logits.device)
-                logits, following = logits[kept], following[kept]
-            loss = F.cross_entropy(logits.float(), following, reduction="sum")
-            if loss.requires_grad:
-                loss.backward()
-    finally:
-        start.remove()

@@ -92,7 +92,7 @@ def _layers(contents: Any, layers: dict[str, Layer], most: int) -> dict[str, Lay
         columns = np.repeat(frames, layer.heads // groups, axis=0).astype(np.float32)
         basis = StoredBasis(layer, int(geometry["window"]), columns, None, None)
         paired = sums[place, :, : rank + 1].copy()
-        settings = {"window": basis.window, "rank_max": rank, "graded": True}
+        settings = {"window": basis.window, "rank_max": rank, "weighting": "gradient"}
         scores = scores_of_sums(
             RankScores,
             basis,

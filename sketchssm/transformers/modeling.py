@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from sketchssm.layer.recurrence import Layer, Tokens
 from sketchssm.transformers import lightning
 
-__all__ = ["Call", "Handler", "RecurrentLayer", "Rule", "intercepted", "layers"]
+__all__ = ["Call", "Handler", "RecurrentLayer", "Rule", "block_of", "intercepted", "layers"]
 
 LEAST_VERSION, NEXT_VERSION = (5, 19), (6,)
 """Supported versions of transformers: every modeling file calls its recurrence through the functions of `RULES`."""
@@ -227,6 +227,12 @@ def layers(model: torch.nn.Module) -> dict[str, RecurrentLayer]:
             f"none in {type(getattr(model, COMPILED, model)).__name__}"
         )
     return found
+
+
+def block_of(model: torch.nn.Module, layer: RecurrentLayer) -> torch.nn.Module:
+    """The block of a model that a layer is in, with its norms and often an MLP: the module around the mixer."""
+    full = next(name for name, module in model.named_modules() if module is layer.module)
+    return model.get_submodule(full.removesuffix(f".{COMPILED}").rpartition(".")[0])
 
 
 def check_version() -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 
-from sketchssm.calibrate.allocation import METHODS
 from sketchssm.calibrate.traces import named_errors
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.formats import FORMATS
@@ -88,7 +87,7 @@ def _ablations(study: Study) -> list[Entry]:
     """The sketch at one mean rank with one part replaced; its map is the study's, or the one that begins the name."""
     make = partial(_planned, study, "ablation", rank=study.mean_rank)
     graded = study.traces.score_part()[1] is not None
-    methods: tuple[str, ...] = METHODS if graded else ("error", "uniform")
+    methods: tuple[str, ...] = ("gradient", "error", "sensitivity", "uniform") if graded else ("error", "uniform")
     if study.settings.residual_bits:  # `JointScores` have no sensitivity
         methods = tuple(method for method in methods if method != "sensitivity")
     found = [make(FULL_METHOD), make("random-basis", random=True), make("offline-map", same_ranks="offline")]

@@ -102,7 +102,7 @@ class Study:
     def objective(self, ranks: npt.NDArray[np.int64], window: int) -> float | None:
         """Gradient-weighted score of a rank table, the sum over heads; None without gradients."""
         scores = self.calibrated(window).scores
-        if not scores.graded:
+        if scores.weighting != "gradient":
             return None
         sketched = np.flatnonzero(ranks != FULL_STATE)  # a full read loses nothing
         return float(scores.objective("gradient")[sketched, ranks[sketched]].sum())
