@@ -21,9 +21,9 @@ RESIDUAL = {"map": "subspace", "residual_bits": [1, 2, 0, 2]}
 LOWRANK = {"map": "lowrank", "pivots": 4}
 
 
-def case(kind, window, activation, form, plan=None, ranks=RANKS, thorough=False):
+def case(kind, window, activation, form, plan=None, ranks=RANKS, thorough=False, dims=(64, 64)):
     """Two heads share a key, except in kda. Windows of 16 fill the operands of tensor cores."""
-    layer = Layer(kind, 4, 64, 64, 4 if kind == "kda" else 2)
+    layer = Layer(kind, 4, *dims, 4 if kind == "kda" else 2)
     marks = [pytest.mark.thorough] if thorough else []
     values = layer, window, activation, form, plan or {}, ranks
     return pytest.param(*values, marks=marks, id=f"{kind}-{window}-{activation}-{form}-{len(plan or {})}-{max(ranks)}")
@@ -38,6 +38,8 @@ CASES = [
     case("gdn", 32, "float16", "float32", thorough=True),
     case("mamba2", 8, "bfloat16", "int8", RESIDUAL, thorough=True),
     case("kda", 16, "bfloat16", "bfloat16", RESIDUAL, thorough=True),
+    case("gla", 16, "bfloat16", "bfloat16", thorough=True),
+    case("gdn", 16, "bfloat16", "bfloat16", RESIDUAL, thorough=True, dims=(192, 144)),
 ]
 TOLERANCE = {"float32": 3e-5, "bfloat16": 1e-2, "int8": 1e-2, "residual": 3e-2}
 """Of outputs, relative to the largest. float32 sketches: the basis in slices to 2^-16. bfloat16: sketch and map are
