@@ -55,22 +55,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in out]
 
 
-def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """Write the names of skipped modules, one a line, into the file that SKETCHSSM_SKIPPED names.
-
-    Workers do this: xdist takes modules for one that skip in the same line, which may be that of a module they import.
-    """
-    if report.skipped and (path := os.environ.get("SKETCHSSM_SKIPPED")):
-        with Path(path).open("a") as file:
-            file.write(f"{report.nodeid}\n")
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Write the names of skipped modules and tests, each once, one a line, into this file."""
+    """Add the names of skipped tests and modules, one a line, to the file that SKETCHSSM_SKIPPED names.
+
+    Workers know all modules: xdist takes those for one that skip in the same line, which may be of what they import.
+    """
     if path := os.environ.get("SKETCHSSM_SKIPPED"):
-        modules = Path(path).read_text().splitlines() if Path(path).exists() else []
+        file = Path(path)
+        before = file.read_text().splitlines() if file.exists() else []
         skipped = {report.nodeid for report in terminalreporter.stats.get("skipped", [])}
-        Path(path).write_text("".join(f"{name}\n" for name in sorted(skipped.union(modules))))
+        file.write_text("".join(f"{name}\n" for name in sorted(skipped.union(before))))
 
 
 def pytest_collection_finish() -> None:

@@ -14,7 +14,8 @@ def test_skipped_modules_are_all_named(tmp_path):
     for name in ("one", "two"):
         (tmp_path / f"test_{name}.py").write_text("import common\n")
     (tmp_path / "test_three.py").write_text("import pytest\n\ndef test(): pytest.skip('no')\n")
-    given = {"SKETCHSSM_SKIPPED": str(tmp_path / "names"), "PYTHONPATH": os.pathsep.join(map(str, (HERE.parent, HERE)))}
+    path = os.pathsep.join(map(str, (HERE.parent, HERE)))
+    given = {"SKETCHSSM_SKIPPED": str(tmp_path / "names"), "PYTHONPATH": path}
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-n", "2", "--rootdir", ".", "-c", os.devnull, "."]
     subprocess.run(command, env=os.environ | given, cwd=tmp_path, capture_output=True, check=True, timeout=200)
     names = (tmp_path / "names").read_text().splitlines()
