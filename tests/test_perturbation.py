@@ -1,6 +1,7 @@
 """Weights of errors by forward perturbation: their definition, and beside gradients on tiny models."""
 
 import copy
+import warnings
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from sketchssm.calibrate import perturbation
 from sketchssm.calibrate.perturbation import divergence, noisy, output_weights
 
 torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
 st = ss.transformers
 
 __all__ = ["qwen"]  # a fixture
@@ -99,6 +101,10 @@ def test_models_without_a_backward_pass(qwen, fails, tmp_path):
     for method in ("gradient", "sensitivity"):
         with pytest.raises(ValueError, match=rf"{lack}; expected 'perturbation', 'error' or 'uniform'$"):
             st.calibrate(model, TEXT, window=4, method=method)
+    with pytest.raises(
+        ValueError, match=r"^method: 'gradient' needs gradients of the layers' outputs, but the backward"
+    ):
+        st.calibrate(model, TEXT, reduction=1.7, window=4, prompts=TEXT, answers=torch.ones_like(TEXT, dtype=bool))
     kept = st.collect(qwen, TEXT, window=4, method="perturbation")
     kept.save(tmp_path / "kept.safetensors")
     loaded = ss.Calibration.load(tmp_path / "kept.safetensors")
@@ -107,3 +113,30 @@ def test_models_without_a_backward_pass(qwen, fails, tmp_path):
         ValueError, match=r"^method: expected 'perturbation' of the joint scores or 'error', got 'grad"
     ):
         loaded.plans(reduction=1.7, method="gradient")
+
+
+@pytest.mark.filterwarnings("ignore:MatMul8bitLt")
+@pytest.mark.parametrize("bits", (8, 4))
+def test_quantised_weights(bits, tmp_path):
+    """bitsandbytes on the CPU: fingerprints stay when weights are packed, and when a folder is loaded."""
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("accelerate")
+    from sketchssm.transformers.loading import ModelText
+
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "linear_num_key_heads": 4}
+    make("Qwen3_5", **sizes, linear_key_head_dim=32, linear_value_head_dim=32, head_dim=64).save_pretrained(
+        tmp_path / "whole"
+    )
+    kind = {f"load_in_{bits}bit": True, "llm_int8_skip_modules": ["in_proj_a", "in_proj_b", "lm_head"]}
+    config = transformers.BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.float32, **kind)
+    how = {"quantization_config": config, "device_map": "cpu"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole", **how)
+    before = st.fingerprint(model)
+    with warnings.catch_warnings():  # where 4-bit weights are packed, they have no backward pass
+        warnings.filterwarnings("ignore", "method: the backward pass of weights quantised by bitsandbytes")
+        plans = st.calibrate(model, TEXT, mean_rank=2, window=4)
+    assert plans.allocation.method in ("gradient", "perturbation")[: 2 if bits == 4 else 1]
+    assert before == plans.fingerprint == st.fingerprint(model)
+    model.save_pretrained(tmp_path / "quantised")
+    loaded = ModelText(tmp_path / "quantised", None, 1, 8, "auto", "cpu").load_model()
+    assert st.fingerprint(loaded) == before

@@ -45,6 +45,10 @@ def fingerprint(model: torch.nn.Module) -> ModelFingerprint:
 
 def _digest(layer: str, module: torch.nn.Module) -> str:
     digest = sha256()
+    for part in module.modules():
+        # bitsandbytes packs 4-bit weights for the CPU when they are first used; asked for their state, it unpacks them
+        if getattr(getattr(getattr(part, "weight", None), "quant_state", None), "packing_format_for_cpu", False):
+            part.state_dict()
     for name, parameter in sorted(module.named_parameters()):
         held = _offloaded(module, name) if parameter.is_meta else parameter
         if held is None:

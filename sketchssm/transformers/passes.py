@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from warnings import catch_warnings, filterwarnings
 
 import numpy as np
 import numpy.typing as npt
@@ -47,16 +48,19 @@ def without_gradients(model: Any, row: Ids) -> str:
     reached: dict[str, list[Any]] = {name: [] for name in layers(model)}
     why = ""
     try:
-        with _streamed(model, {name: (_Reached(seen),) for name, seen in reached.items()}, True):
+        forward(model, {}, row)  # bitsandbytes packs 4-bit weights for the CPU now; then they have no backward pass
+        with _streamed(model, {name: (_Reached(seen),) for name, seen in reached.items()}, True), catch_warnings():
+            filterwarnings("error", ".*autograd kernel was not registered")  # PyTorch would go on without gradients
             _backward(model, row)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:  # of kernels without a backward pass
-        why = f" ({error})"
+    except (RuntimeError, UserWarning) as error:  # of kernels without a backward pass
+        why = f" ({str(error).partition('. ')[0]})"
     missed = [name for name, seen in reached.items() if not seen]
     kind = getattr(model, "quantization_method", None)
     of = f" of weights quantised by {getattr(kind, 'value', kind)}" if kind else ""
-    return f"the backward pass{of} gives {missed[0]} no gradient{why}" if missed else ""
+    what = f"gives {missed[0]} no gradient" if missed else "fails"
+    return f"the backward pass{of} {what}{why}" if missed or why else ""
 
 
 def perturbed(model: torch.nn.Module, sums: Sums, rows: Sequence[Ids], step: Callable[[int], None]) -> None:
