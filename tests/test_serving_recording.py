@@ -105,9 +105,9 @@ def test_shares_of_processes_are_joined(rng, tmp_path):
             mine[name] = type(own)(*(None if x is None else np.ascontiguousarray(x) for x in parts))
         for first in (0, 320, 360):  # the last step has enough tokens
             serve(made, records, mine, first, [(0, 320 if not first else 40)])
-            made.wait()
+            made._task.result()
         serve(made, records, mine, 0, [(0, 8)])
-        made.wait()
+        made._task.result()
         return lines
 
     record(tmp_path / "whole")

@@ -118,8 +118,11 @@ def test_layers_serve_cached_prefixes(fixture, kind, system):
 
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("system", ("standard", "replay"))
-def test_layers_serve_drafts(fixture, kind, system):
-    """Drafts of which some are accepted, rows without drafts, mixed batches, known tokens, all in vLLM's order."""
+@pytest.mark.parametrize("late", (0, DRAFTS))
+def test_layers_serve_drafts(fixture, kind, system, late):
+    """Drafts of n-grams, or late ones of a model (MTP), of which some are accepted, rows without drafts, known tokens,
+    mixed batches in vLLM's order.
+    """
     layer = fixture(kind, system, DRAFTS)
     requests = [layer.inputs(32) for _ in range(3)]
     wanted = [layer.oracle(given) for given in requests]
@@ -148,7 +151,7 @@ def test_layers_serve_drafts(fixture, kind, system):
         given = [
             (wrong(r, first, kept, n)[0], *place, first, n, prompt) for (r, *place, first, n, prompt), kept in rows
         ]
-        _, outputs = layer.step(given, accepted, drafted)
+        _, outputs = layer.step(given, accepted, drafted, late)
         for ((request, _, first, _, _), kept), out in zip(rows, outputs, strict=True):
             assert relative(out[:kept], request[1][first : first + kept]) < TOLERANCE
 
@@ -172,7 +175,7 @@ def test_layers_record_a_calibration(fixture, tmp_path, kind, mode):
     steps += [[(b, 24 + i, 1), (a, 64 + i, 1)] for i in range(STEPS + 2)]
     for rows in steps:
         layer.step([(x, blocks[0] if x is a else blocks[1], first, n, 64 if x is a else 24) for x, first, n in rows])
-    recording.wait()
+    recording._task.result()
 
     parts = [[x if x is None else x[None, :stop] for x in selfcheck.tokens_of(module, given)[:5]]
              for given, stop in ((a, 64 + STEPS), (b, 24 + STEPS))]  # fmt: skip
@@ -182,7 +185,7 @@ def test_layers_record_a_calibration(fixture, tmp_path, kind, mode):
     basis = fit_basis(moments)
     layer.step([(c, blocks[2], 0, 104, 104)])
     layer.step([(c, blocks[2], 104, 1, 104)])
-    recording.wait()
+    recording._task.result()
     assert lines[-1] == f"wrote {path}"
     scores = RankScores(basis)
     scores.update(*(x if x is None else x[None, :104] for x in selfcheck.tokens_of(module, c)[:5]))

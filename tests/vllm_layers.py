@@ -263,8 +263,12 @@ class Fixture:
         """Outputs of a whole request."""
         return selfcheck.recurrence(self.module, given).float()
 
-    def step(self, rows, accepted=None, drafted=None):
-        """Run rows (given, blocks, first token, tokens, prompt) as a batch; their outputs."""
+    def step(self, rows, accepted=None, drafted=None, late=0):
+        """Run rows (given, blocks, first token, tokens, prompt) as a batch; their outputs.
+
+        `late` are tokens by which the host overestimates rows behind their prompts: vLLM with drafts of a model begins
+        a step before it knows how many of the last step's drafts were accepted.
+        """
         tables = [[blocks] if isinstance(blocks, int) else blocks for _, blocks, *_ in rows]
         for table, (_, _, first, count, _) in zip(tables, rows, strict=True):
             source, place = (first - 1) // BLOCK, (first + count - 1) // BLOCK
@@ -273,6 +277,7 @@ class Fixture:
                     states[table[place]] = states[table[source]]
         lengths = torch.tensor([count for *_, count, _ in rows])
         computed = torch.tensor([first for _, _, first, *_ in rows])
+        prompts = torch.tensor([prompt for *_, prompt in rows])
         starts = F.pad(lengths.cumsum(0), (1, 0)).int()
         tokens = int(lengths.sum())
         batch = CommonAttentionMetadata(
@@ -282,7 +287,7 @@ class Fixture:
             block_table_tensor=torch.tensor(tables, dtype=torch.int32),
             slot_mapping=torch.zeros(tokens, dtype=torch.int64),
             is_prefilling=torch.tensor([first < prompt for _, _, first, _, prompt in rows]),
-            seq_lens_cpu_upper_bound=(computed + lengths).int(),
+            seq_lens_cpu_upper_bound=(computed + lengths + late * (computed >= prompts)).int(),
         )  # fmt: skip
         if self.config.use_v2_model_runner and self.module.cache_config.mamba_cache_mode == "align":
             spec = self.builder.kv_cache_spec  # as the V2 runner does, for builders that want it

@@ -127,14 +127,23 @@ class LayerRecord:
         self.tokens = 0  # of the sums
         self._tape: list[torch.Tensor] = []
         self._states: Any = None
+        self._rows = 0
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the tape, for queries, keys and values of a type."""
-        if not self._tape:
-            self._tape = [
-                torch.zeros(ROWS * STEPS + 1, *shape, dtype=dtype if name in "qkv" else torch.float32, device=device)
-                for name, shape in self.layer.token_shapes().items()
-            ]
+        """Allocate the tape, for queries, keys and values of a type, and use as much memory as a chunk will need.
+
+        An engine calls it before it gives the rest of the memory to its pool.
+        """
+        if self._tape:
+            return
+        shapes = self.layer.token_shapes()
+        self._tape = [
+            torch.zeros(ROWS * STEPS + 1, *shape, dtype=dtype if name in "qkv" else torch.float32, device=device)
+            for name, shape in shapes.items()
+        ]
+        self._states = torch.zeros(ROWS, *self.layer.state_shape, device=device)
+        zeros = (torch.zeros(1, CHUNK, *shape, device=device) for shape in shapes.values())
+        Moments(self.layer, window=self.recording.window).update(*zeros)
 
     def write(self, tokens: Sequence[torch.Tensor | None], followed: Followed) -> None:
         """Copy the tokens ``(tokens, ...)`` of followed rows to the tape."""
@@ -144,14 +153,14 @@ class LayerRecord:
 
     def begin(self, states: torch.Tensor) -> None:
         """Take the states ``(rows, heads, V, K)`` of rows that are followed from now on."""
-        self._states = states.float()
+        self._rows = len(states)
+        self._states[: self._rows] = states
 
     def end(self, counts: list[int]) -> None:
         """Add the tokens of the followed rows."""
-        for i, count in enumerate(counts[: len(self._states)]):
+        for i, count in enumerate(counts[: self._rows]):
             if count:
                 self.add([x[i * STEPS : i * STEPS + count] for x in self._tape], self._states[i : i + 1])
-        self._states = None
 
     def add(self, tokens: Sequence[torch.Tensor | None], state: torch.Tensor | None) -> None:
         """Add tokens ``(tokens, ...)`` of one row behind a state ``(1, heads, V, K)``; None for a zero state."""
@@ -201,7 +210,7 @@ class Recording:
         self.window, self._tokens, self._share = window, tokens, share
         self._layers: dict[str, LayerRecord] = {}
         self.active = True
-        self._need, self._next = tokens, self._fit
+        self._need, self._next, self._fitted = tokens, self._fit, 0
         self._task = Future[None]()
         self._task.set_result(None)
         self._pool = ThreadPoolExecutor(1, "sketchssm")
@@ -280,10 +289,6 @@ class Recording:
         self._task = self._pool.submit(self._run, self._next)
         return False
 
-    def wait(self) -> None:
-        """Wait until bases are fitted, or files written, if this has begun."""
-        self._task.result()
-
     def _run(self, stage: Callable[[], None]) -> None:
         try:
             stage()
@@ -300,6 +305,7 @@ class Recording:
         records = self._layers.values()
         every: Any = [record.sums for record in records]
         bases = [fit_basis(sums, min(MAX_RANK, sums.layer.key_dim, sums.layer.value_dim)) for sums in every]
+        self._fitted = min(record.tokens for record in records)
         for record, basis in zip(records, bases, strict=True):
             record.basis = StoredBasis.of(basis)
             record.sums, record.tokens = RankScores(basis), 0
@@ -309,7 +315,8 @@ class Recording:
         records: dict[str, Any] = self._layers
         layers = {name: LayerCalibration(record.basis, record.sums) for name, record in records.items()}
         names = {name: LayerFingerprint(record.module, record.layer, "") for name, record in records.items()}
-        own = Calibration(layers, ModelFingerprint(self._model, names), self._tokens + self._need)
+        tokens = self._fitted + min(record.tokens for record in records.values())
+        own = Calibration(layers, ModelFingerprint(self._model, names), tokens)
         if self._world > 1:
             own.save(self._part(self._rank))
             parts = [self._part(rank) for rank in range(self._world)]

@@ -178,7 +178,7 @@ class HeadRows:
                 own, single = (torch.from_numpy(x).to(slots.device) for x in (computed, single))
                 before = slots
                 if self._mode == "align":
-                    places = (own - 1).clamp(min=0) // self.kv_cache_spec.block_size
+                    places = (own.long() - 1).clamp(min=0) // self.kv_cache_spec.block_size
                     before = table.gather(1, places[:, None])[:, 0]
                 # a state that begins to be followed is in its block of this step
                 self._followed.step(slots if choice.begin is not None else before, slots, own, single)
