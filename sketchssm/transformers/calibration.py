@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +25,16 @@ from sketchssm.layer.residual import STEPS
 from sketchssm.plans.model_plans import ModelPlans
 from sketchssm.transformers.identity import fingerprint
 from sketchssm.transformers.modeling import layers
-from sketchssm.transformers.passes import Mask, Sums, backward, forward, perturbed, without_gradients
+from sketchssm.transformers.passes import (
+    Mask,
+    Sums,
+    backward,
+    forward,
+    perturbation_shares,
+    perturbed,
+    without_gradients,
+)
+from sketchssm.transformers.resuming import Resumable, digest_of
 from sketchssm.transformers.text import Ids, check_ids, token_rows
 
 __all__ = ["calibrate", "collect", "progress_steps"]
@@ -39,6 +49,7 @@ def calibrate(
     *,
     tokenizer: Any = None,
     length: int | None = None,
+    sample: tuple[int, int] | None = None,
     mean_rank: float = 7.0,
     reduction: float | None = None,
     prompts: Any = None,
@@ -49,6 +60,7 @@ def calibrate(
     residual_bits: int = 0,
     method: str | None = None,
     rank_max: int | None = None,
+    resume: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ModelPlans:
     """Make plans of all recurrent layers of a model, under one budget.
@@ -71,6 +83,9 @@ def calibrate(
         For strings: the model's tokenizer.
     length : int, optional
         Tokens of a row that is cut; default 1024.
+    sample : (int, int), optional
+        Tokens, in whole rows, that fit the bases and that score the ranks; what is left of the text is not used.
+        Default: two thirds and one third of the rows.
     mean_rank : float, default 7
         Budget: the read traffic of all heads of all layers at this rank.
     reduction : float, optional
@@ -99,6 +114,9 @@ def calibrate(
     rank_max : int, optional
         Largest rank to score, where a layer has as many. A head that needs more reads its full state. Default: 16,
         the most that backend "cuda" takes.
+    resume : str or PathLike, optional
+        File for the sums so far, written about once a minute. If it exists, from a run of the same model, text and
+        settings that was interrupted, the rows in it are skipped. It may be removed when the plans are made.
     progress : callable, optional
         Called with a label before each row, and before the bases are fitted.
 
@@ -110,9 +128,10 @@ def calibrate(
     Raises
     ------
     ValueError
-        If a setting or a token id is out of range, there are fewer than two rows of text, a row is not longer than
-        the window, prompts and answers differ in shape or a prompt has no answer, the model has no known layers,
-        inputs of a layer would let its state grow, or a layer's output has no gradient and the method needs one.
+        If a setting or a token id is out of range, there are fewer than two rows of text or tokens than the sample, a
+        row is not longer than the window, prompts and answers differ in shape or a prompt has no answer, the file to
+        resume has other sums, the model has no known layers, inputs of a layer would let its state grow, or a layer's
+        output has no gradient and the method needs one.
 
     Examples
     --------
@@ -133,6 +152,8 @@ def calibrate(
         text,
         tokenizer=tokenizer,
         length=length,
+        sample=sample,
+        resume=resume,
         scores=("joint",) if joint else ("ranks",),
         prompts=prompts,
         answers=answers,
@@ -153,10 +174,12 @@ def collect(
     *,
     tokenizer: Any = None,
     length: int | None = None,
+    sample: tuple[int, int] | None = None,
     prompts: Any = None,
     answers: Any = None,
     window: int = 16,
     rank_max: int | None = None,
+    resume: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
     scores: Sequence[str] = ("ranks", "joint"),
     sketch_dtype: str = "int8",
@@ -171,7 +194,7 @@ def collect(
     ----------
     model : torch.nn.Module
         A model of transformers for causal language modelling.
-    text, tokenizer, length, prompts, answers, window, rank_max, progress : object
+    text, tokenizer, length, sample, prompts, answers, window, rank_max, resume, progress : object
         As of `calibrate`.
     scores : sequence of {"ranks", "joint"}, default both
         Which scores: "ranks" for plans of a mean rank, "joint" for plans with residuals, which take about ten times
@@ -208,10 +231,9 @@ def collect(
     rows = token_rows(text, tokenizer, length, least=window + 2, rows=2)
     check_ids(model, rows)
     identity = fingerprint(model)  # before any work: a model with offloaded layers has none
-    step = progress or (lambda label: None)
     questions, wanted = _answered(prompts, answers, window + 2)
     check_ids(model, questions, "prompts")
-    fit, score = rows[: len(rows) * 2 // 3], rows[len(rows) * 2 // 3 :]
+    fit, score = _split(rows, sample)
     if method in (None, "gradient", "sensitivity"):
         lack = without_gradients(model, score[0][: window + 2])
         if lack and (method or questions):
@@ -221,9 +243,13 @@ def collect(
             warnings.warn(f"method: {lack}; ranks are scored by perturbation", RuntimeWarning, stacklevel=2)
         method = "perturbation" if lack else method or "gradient"
 
+    step = progress or (lambda label: None)
+    form: Any = {"bits": tuple(bits), "sketch_dtype": sketch_dtype}
+    settings = identity, window, rank_max, kinds, form, method, len(fit), len(score)
+    run = Resumable(resume, digest_of(settings, [*fit, *score, *questions, *wanted]), step)
     moments = {name: Moments(x.layer, window=window) for name, x in found.items()}
-    for i, row in enumerate(fit):
-        step(f"moments, row {i + 1} of {len(fit)}")
+    run.hold("moments", moments)
+    for row in run.rows("moments", fit):
         forward(model, {name: [own] for name, own in moments.items()}, row)
     step("bases")
     bases = {}
@@ -231,7 +257,6 @@ def collect(
         layer = sums.layer
         bases[name] = fit_basis(sums, min(rank_max or MAX_RANK, layer.key_dim, layer.value_dim))
     every = max(1, sum(row.size // window for row in score) // WINDOWS)
-    form: Any = {"bits": bits, "sketch_dtype": sketch_dtype}
     made: dict[str, dict[str, Any]] = {name: {} for name in found}
     for name, basis in bases.items():
         if "ranks" in kinds:
@@ -239,21 +264,42 @@ def collect(
         if "joint" in kinds:
             made[name]["joint"] = JointScores(basis, every=every, **form)
     scored: Sums = {name: list(own.values()) for name, own in made.items()}
-    if method == "perturbation":
-        perturbed(model, scored, score, lambda i: step(f"scores, row {i + 1} of {len(score)}"))
-    else:
-        for i, row in enumerate(score):
-            step(f"scores, row {i + 1} of {len(score)}")
+    for kind in kinds:
+        run.hold(kind, {name: own[kind] for name, own in made.items()})
+    shares: dict[str, float] = {}
+    for row in run.rows("scores", score):
+        if method == "perturbation":
+            shares = shares or perturbation_shares(model, score[0])
+            perturbed(model, scored, row, shares)
+        else:
             (backward if method in ("gradient", "sensitivity") else forward)(model, scored, row)
     if questions and "joint" in kinds:
-        asked = {name: {"answers": JointScores(basis, **form)} for name, basis in bases.items()}
-        scored = {name: list(own.values()) for name, own in asked.items()}
-        for i, (row, marks) in enumerate(zip(questions, wanted, strict=True)):
-            step(f"answers, row {i + 1} of {len(questions)}")
-            backward(model, scored, row, marks)
-        made = {name: own | asked[name] for name, own in made.items()}
+        asked = {name: JointScores(basis, **form) for name, basis in bases.items()}
+        run.hold("answers", asked)
+        for row, marks in run.rows("answers", list(zip(questions, wanted, strict=True))):
+            backward(model, {name: [own] for name, own in asked.items()}, row, marks)
+        made = {name: own | {"answers": asked[name]} for name, own in made.items()}
     parts = {name: LayerCalibration(StoredBasis.of(bases[name]), **own) for name, own in made.items()}
-    return Calibration(parts, identity, sum(row.size for row in rows))
+    return Calibration(parts, identity, sum(row.size for row in (*fit, *score)))
+
+
+def _split(rows: list[Ids], sample: tuple[int, int] | None) -> tuple[list[Ids], list[Ids]]:
+    """Rows that fit bases, and rows that score ranks."""
+    if sample is None:
+        return rows[: len(rows) * 2 // 3], rows[len(rows) * 2 // 3 :]
+    parts, start = [], 0
+    for size in check_items("sample", sample, "two numbers of tokens"):
+        stop, left = start, check_size("sample", size)
+        while left > 0 and stop < len(rows):
+            left -= rows[stop].size
+            stop += 1
+        if left > 0:
+            raise ValueError(f"sample: expected at most the {sum(x.size for x in rows)} tokens of rows, got {sample}")
+        parts.append(rows[start:stop])
+        start = stop
+    if len(parts) != 2:
+        raise ValueError(f"sample: expected two numbers of tokens, for bases and for ranks, got {sample}")
+    return parts[0], parts[1]
 
 
 def _answered(prompts: Any, answers: Any, least: int) -> tuple[list[Ids], list[Mask]]:

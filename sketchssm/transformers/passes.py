@@ -23,7 +23,7 @@ from sketchssm.transformers.modeling import Call, RecurrentLayer, block_of, inte
 from sketchssm.transformers.recording import check_no_cache, host_inputs
 from sketchssm.transformers.text import Ids, run_row
 
-__all__ = ["Mask", "Sums", "backward", "forward", "perturbed", "without_gradients"]
+__all__ = ["Mask", "Sums", "backward", "forward", "perturbation_shares", "perturbed", "without_gradients"]
 
 Mask = npt.NDArray[np.bool_]
 
@@ -63,24 +63,28 @@ def without_gradients(model: Any, row: Ids) -> str:
     return f"the backward pass{of} {what}{why}" if missed or why else ""
 
 
-def perturbed(model: torch.nn.Module, sums: Sums, rows: Sequence[Ids], step: Callable[[int], None]) -> None:
-    """Add the samples of rows to sums, with weights by perturbation; `step` is called before each row."""
-    found = layers(model)
-    blocks = {name: block_of(model, layer) for name, layer in found.items()}
-    probes = {name: _Probe(found[name], own) for name, own in sums.items()}
+def perturbation_shares(model: torch.nn.Module, row: Ids) -> dict[str, float]:
+    """What a change of each layer's block does to the distribution of the next token, see `divergence`."""
+    shares = {}
     with _prepared(model), torch.no_grad():
-        for i, row in enumerate(rows):
-            step(i)
-            if not i:
-                exact, _ = run_row(model, row)
-                for name, block in blocks.items():
-                    with _hooked(block, lambda block, args, named, whole: _with_first(whole, noisy(_first(whole)))):
-                        probes[name].share = divergence(exact, run_row(model, row)[0])
-            with ExitStack() as stack:
-                for name, block in blocks.items():
-                    stack.enter_context(_hooked(block, probes[name].after))
-                stack.enter_context(intercepted(dict(probes), found))
-                run_row(model, row)
+        exact, _ = run_row(model, row)
+        for name, layer in layers(model).items():
+            with _hooked(block_of(model, layer), lambda block, args, named, out: _with_first(out, noisy(_first(out)))):
+                shares[name] = divergence(exact, run_row(model, row)[0])
+    return shares
+
+
+def perturbed(model: torch.nn.Module, sums: Sums, row: Ids, shares: Mapping[str, float]) -> None:
+    """Add the samples of a row to sums, with weights by perturbation."""
+    found = layers(model)
+    probes = {name: _Probe(found[name], own, shares[name]) for name, own in sums.items()}
+    with ExitStack() as stack:
+        for name, probe in probes.items():
+            stack.enter_context(_hooked(block_of(model, found[name]), probe.after))
+        stack.enter_context(_prepared(model))
+        stack.enter_context(intercepted(dict(probes), found))
+        stack.enter_context(torch.no_grad())
+        run_row(model, row)
 
 
 class _Stream:
@@ -125,10 +129,13 @@ class _Stream:
 
 
 class _Probe(_Stream):
-    """Passes one layer's inputs on after its block, with weights of errors; `share` scales the weights."""
+    """Passes one layer's inputs on after its block, with weights of errors, which `share` scales."""
 
-    share = 1.0
     _other: torch.Tensor | None = None  # in place of the recurrence's output
+
+    def __init__(self, layer: RecurrentLayer, sums: Sequence[Any], share: float) -> None:
+        super().__init__(layer, sums)
+        self._share = share
 
     def prefill(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
         """See `sketchssm.transformers.modeling.Handler`."""
@@ -148,7 +155,7 @@ class _Probe(_Stream):
                 self._other = None
 
         tokens, result = self._seen
-        self._add(tokens, weight=output_weights(rest, _first(result), _first(whole)) * self.share)
+        self._add(tokens, weight=output_weights(rest, _first(result), _first(whole)) * self._share)
         del self._seen
 
 
