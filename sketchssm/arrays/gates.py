@@ -16,8 +16,6 @@ from sketchssm.arrays.interop import is_real, to_host
 from sketchssm.layer.checks import as_array, check_number
 from sketchssm.layer.recurrence import Layer, check_instance, shard_range
 
-__all__ = ["GateInput", "bounded_decay", "log_softplus", "scaled_decay"]
-
 Array = npt.NDArray[Any]
 
 LARGEST = 40.0

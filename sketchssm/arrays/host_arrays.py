@@ -16,8 +16,6 @@ from sketchssm.layer.checks import check_gates, check_slots, no_memory
 from sketchssm.layer.recurrence import Tokens
 from sketchssm.layer.slots import SlotPart, check_memory, check_separate, drafted
 
-__all__ = ["HostArrays", "slot_memory"]
-
 
 class HostArrays:
     """Converts a call's arrays for an engine that computes on the host, and the engine's results for the caller.

@@ -14,21 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "check_gradients",
-    "check_out",
-    "framework",
-    "from_host",
-    "gradients_enabled",
-    "host_type",
-    "is_on_device",
-    "is_real",
-    "memory_of",
-    "to_host",
-    "to_kind",
-    "to_type",
-]
-
 CUDA_DEVICES = (2, 13)
 """DLPack's numbers for memory of a CUDA device, and for managed memory."""
 

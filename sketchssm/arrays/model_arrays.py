@@ -13,21 +13,6 @@ from sketchssm.arrays.interop import to_host, to_kind
 from sketchssm.layer.checks import check_number
 from sketchssm.layer.recurrence import Tokens
 
-__all__ = [
-    "biased",
-    "finished_decay",
-    "is_raw",
-    "keys",
-    "log_steps",
-    "per_head",
-    "queries_keys",
-    "real_array",
-    "rounded",
-    "tokens_like",
-    "values",
-    "write_gate",
-]
-
 Array = npt.NDArray[Any]
 
 

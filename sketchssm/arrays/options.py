@@ -13,8 +13,6 @@ from sketchssm.layer.checks import ACTIVATIONS, check_dtype_name
 from sketchssm.layer.recurrence import PAD_SLOT, check_choice, check_integer
 from sketchssm.layer.slots import MAX_DRAFTS
 
-__all__ = ["DEFAULTS", "HOST_OPTIONS", "EngineOptions"]
-
 
 @dataclass(frozen=True, eq=False)
 class EngineOptions:

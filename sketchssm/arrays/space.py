@@ -14,8 +14,6 @@ import numpy as np
 
 from sketchssm.arrays import interop
 
-__all__ = ["Space"]
-
 
 class Space:
     """The library, device and types of some arrays.

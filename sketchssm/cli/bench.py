@@ -21,8 +21,6 @@ from sketchssm.layer.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS
 from sketchssm.layer.residual import RESIDUAL_BITS
 
-__all__ = ["command"]
-
 BATCHES = {"cuda": (1, 8, 32, 128, 256, 512), "cpu": (1, 8, 32)}
 ARRIVING = {"cuda": (32, 128, 256), "cpu": (8, 32)}
 """Batches of ``--arrivals``."""

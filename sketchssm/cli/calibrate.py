@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from sketchssm.plans.plan import SketchPlan
     from sketchssm.transformers.loading import ModelText
 
-__all__ = ["command"]
-
 
 @click.command("calibrate")
 @options.trace_files

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from sketchssm.calibrate.plans import Settings
     from sketchssm.study.evaluate import Study
 
-__all__ = ["command"]
-
 MEAN_RANK = 4
 """Mean rank of the ablations."""
 

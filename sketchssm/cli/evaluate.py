@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from sketchssm.plans.plan import SketchPlan
     from sketchssm.transformers.loading import ModelText
 
-__all__ = ["command"]
-
 TRACE_OPTIONS = (
     *("systems", "plan_file", "ranks", "mean_rank", "every", "seed", "out", "plots", "suffix", "report"),
     *options.MAP_SETTINGS,

@@ -18,8 +18,6 @@ from sketchssm.cli import options
 if TYPE_CHECKING:
     from sketchssm.plans.plan import SketchPlan
 
-__all__ = ["command"]
-
 PACKAGES = (
     "numpy",
     "scipy",

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from sketchssm.plans.model_plans import ModelPlans
     from sketchssm.plans.plan import SketchPlan
 
-__all__ = ["Output", "plain", "plan_paths", "save_plans"]
-
 
 class Output:
     """Output of a command; with JSON for standard output ("-"), tables and progress go to standard error."""

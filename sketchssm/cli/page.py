@@ -17,8 +17,6 @@ from sketchssm.study.evaluate.tables import ablations, details, systems
 from sketchssm.study.plots import draw
 from sketchssm.study.tables import Table
 
-__all__ = ["write_page"]
-
 FACTS = {
     "heads": "heads",
     "key heads": "key_heads",

@@ -11,8 +11,6 @@ from sketchssm.cli.options import COUNT, NEW_FILE, NUMBERS, PATH, POSITIVE, Comm
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.formats import SketchFormat
 
-__all__ = ["command"]
-
 
 def _map(text: str) -> CoefficientMap:
     """A map from its name, or from ``name:ridge``."""

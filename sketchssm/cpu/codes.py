@@ -19,8 +19,6 @@ from sketchssm.cpu.jit import njit
 from sketchssm.cpu.llvm import INT32, LANES
 from sketchssm.cpu.simd import Pointer, int8s, load, splat, store
 
-__all__ = ["encode"]
-
 LEAST = 2.0**-120
 """A vector whose largest magnitude is smaller has scale 0: float32 cannot hold the inverse of its scale."""
 

@@ -8,8 +8,6 @@ import numpy as np
 
 from sketchssm.cpu.jit import entry
 
-__all__ = ["coding_errors"]
-
 
 @entry
 def coding_errors(

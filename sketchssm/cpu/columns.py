@@ -17,8 +17,6 @@ from sketchssm.cpu import llvm
 from sketchssm.cpu.llvm import INT32, LANES
 from sketchssm.cpu.tiles import add_product, element, fixed, zero_sums
 
-__all__ = ["COLUMN_LANES", "columns_8", "columns_16", "substitute", "transpose"]
-
 COLUMN_LANES = 8
 """Sketch columns that `columns_8` computes together: half a vector, so that ranks of 5 to 8 do not cost 16."""
 

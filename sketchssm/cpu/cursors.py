@@ -11,8 +11,6 @@ from sketchssm.cpu.layout import COMMIT, DRAFT, FLUSH, STEP, Record
 from sketchssm.cpu.simd import integers, short_integers
 from sketchssm.layer.slots import DRAFTED_SHIFT, DUE, POSITION
 
-__all__ = ["accepted", "advance", "flushes", "position"]
-
 
 @njit
 def _word(m: Record, slot: int) -> Any:

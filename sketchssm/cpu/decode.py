@@ -24,17 +24,16 @@ from sketchssm.cpu.layout import (
     blank,
     call_record,
 )
+from sketchssm.cpu.llvm import LANES
 from sketchssm.cpu.maps import advance_sketch, project_block, store_sketch
 from sketchssm.cpu.packed import RANK, field
 from sketchssm.cpu.read import keep_drafts, read, read_drafts
-from sketchssm.cpu.simd import LANES, Pointer, copy, floats, fma, integers, load, splat, total
+from sketchssm.cpu.simd import Pointer, copy, floats, fma, integers, load, splat, total
 from sketchssm.cpu.states import narrow, widen
 from sketchssm.cpu.tiles import dots
 from sketchssm.cpu.window import buffer_token
 from sketchssm.cpu.workers import SERIAL
 from sketchssm.layer.recurrence import FULL_STATE
-
-__all__ = ["window_kernel"]
 
 PARTS_PER_WORKER = 4
 """Least number of parts into which the reads of a call are cut, for each worker."""

@@ -14,8 +14,6 @@ from sketchssm.cpu.packed import RANK, field
 from sketchssm.cpu.simd import Pointer, floats
 from sketchssm.layer.recurrence import FULL_STATE
 
-__all__ = ["add_error", "measures"]
-
 
 @njit
 def measures(m: Record, slot: int, head: int) -> bool:

@@ -18,10 +18,9 @@ import numpy as np
 from sketchssm.cpu.columns import columns_16, substitute, transpose
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import Record
-from sketchssm.cpu.simd import LANES, Pointer, exp, floats, fma, load, prefetch, splat, store, total
+from sketchssm.cpu.llvm import LANES
+from sketchssm.cpu.simd import Pointer, exp, floats, fma, load, prefetch, splat, store, total
 from sketchssm.cpu.tiles import TILE_ROWS, accumulate, accumulate_tile_rows, dots
-
-__all__ = ["fold_block", "prepare_fold", "prepare_keys", "reflects"]
 
 
 @njit

@@ -17,8 +17,6 @@ from numba.core.registry import cpu_target
 from sketchssm.layer.checks import UnsupportedError
 from sketchssm.plans.files import source_digest
 
-__all__ = ["Kernel", "entry", "njit", "pasted"]
-
 if numba.config.DISABLE_JIT:
     raise UnsupportedError("NUMBA_DISABLE_JIT: expected 0, as backend 'cpu' is compiled code, got 1")
 WIDEN = "define <8 x float> @f(<8 x half> %x) { %y = fpext <8 x half> %x to <8 x float> ret <8 x float> %y }"

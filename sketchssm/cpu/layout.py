@@ -16,28 +16,11 @@ from numba import from_dtype
 from sketchssm.arrays.host_arrays import slot_memory
 from sketchssm.arrays.options import EngineOptions
 from sketchssm.cpu.jit import njit
+from sketchssm.cpu.llvm import LANES
 from sketchssm.cpu.parts import CACHE_LINE, STATE_TYPES, Array, Parts, flat, offsets, own_part, slot_parts
-from sketchssm.cpu.simd import LANES, floats, padded, pointer_cast
+from sketchssm.cpu.simd import floats, padded, pointer_cast
 from sketchssm.layer.recurrence import Layer
 from sketchssm.layer.slots import DUE
-
-__all__ = [
-    "BFLOAT16",
-    "COMMIT",
-    "DRAFT",
-    "FLOAT16",
-    "FLOAT32",
-    "FLUSH",
-    "HEADS_TOGETHER",
-    "REBUILD",
-    "STEP",
-    "Memory",
-    "Record",
-    "areas_record",
-    "blank",
-    "call_record",
-    "scratch_areas",
-]
 
 Record = Any
 """In signatures of compiled functions: one record of `CONTEXT` (``m``) or `AREAS` (``at``)."""

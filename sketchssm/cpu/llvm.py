@@ -24,21 +24,6 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import models, register_model
 
-__all__ = [
-    "INT8",
-    "INT32",
-    "LANES",
-    "VECTOR",
-    "broadcast",
-    "constant",
-    "every",
-    "fused",
-    "load_lanes",
-    "parities",
-    "store_lanes",
-    "vector_type",
-]
-
 LANES = 16
 
 FLOAT = ir.FloatType()

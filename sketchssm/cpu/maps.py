@@ -19,6 +19,7 @@ from sketchssm.cpu.codes import encode
 from sketchssm.cpu.columns import COLUMN_LANES, columns_8
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import Record
+from sketchssm.cpu.llvm import LANES
 from sketchssm.cpu.packed import (
     BFLOAT,
     BITS,
@@ -38,12 +39,10 @@ from sketchssm.cpu.packed import (
     field,
 )
 from sketchssm.cpu.residual import store_residual
-from sketchssm.cpu.simd import LANES, Pointer, bfloats, copy, doubles, floats, fma, load, padded, splat, store, total
+from sketchssm.cpu.simd import Pointer, bfloats, copy, doubles, floats, fma, load, padded, splat, store, total
 from sketchssm.cpu.small import cholesky, cholesky_solve
 from sketchssm.cpu.tiles import accumulate, dots
 from sketchssm.reference.maps import PIVOT_TOLERANCE
-
-__all__ = ["advance_sketch", "project_block", "store_sketch"]
 
 lanes_up = njit(padded)
 

@@ -46,37 +46,13 @@ import numpy as np
 from sketchssm.cpu.columns import COLUMN_LANES
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import Memory, Record
+from sketchssm.cpu.llvm import LANES
 from sketchssm.cpu.parts import Array, Run, flat
-from sketchssm.cpu.simd import LANES, integers, padded
+from sketchssm.cpu.simd import integers, padded
 from sketchssm.layer.coefficients import MAPS
 from sketchssm.layer.formats import FORMATS
 from sketchssm.layer.recurrence import FULL_STATE, Layer
 from sketchssm.plans.plan import SketchPlan
-
-__all__ = [
-    "BFLOAT",
-    "BITS",
-    "CODES",
-    "FACTORS",
-    "INT8",
-    "LOWRANK",
-    "MAP",
-    "MASTER",
-    "OMEGA",
-    "PENDING",
-    "PI",
-    "PRIOR",
-    "RANK",
-    "RIDGE",
-    "ROWS",
-    "SCALES",
-    "SKETCH",
-    "SUBSPACE",
-    "Packing",
-    "field",
-    "full_states",
-    "pack",
-]
 
 RIDGE, LOWRANK, PRIOR, SUBSPACE = (MAPS.index(name) for name in ("ridge", "lowrank", "prior", "subspace"))
 

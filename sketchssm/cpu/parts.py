@@ -44,21 +44,6 @@ from sketchssm.layer.checks import no_memory
 from sketchssm.layer.recurrence import Layer
 from sketchssm.layer.slots import SlotPart
 
-__all__ = [
-    "CACHE_LINE",
-    "STATE_TYPES",
-    "Array",
-    "Parts",
-    "Run",
-    "flat",
-    "offsets",
-    "own_part",
-    "slot_part",
-    "slot_parts",
-    "standard_parts",
-    "window_parts",
-]
-
 Array = npt.NDArray[Any]
 
 CACHE_LINE = 64

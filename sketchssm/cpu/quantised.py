@@ -24,8 +24,6 @@ from sketchssm.cpu.workers import SERIAL, run
 from sketchssm.layer.recurrence import Layer, Tokens
 from sketchssm.reference.quantise import Grid
 
-__all__ = ["CopyEngine", "QuantisedEngine"]
-
 
 class QuantisedEngine(StandardEngine):
     """The recurrence on quantised states: each state is quantised again after every token."""

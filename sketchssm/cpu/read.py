@@ -11,6 +11,7 @@ import numpy as np
 
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import FLOAT32, HEADS_TOGETHER, Record, blank
+from sketchssm.cpu.llvm import LANES
 from sketchssm.cpu.packed import (
     BFLOAT,
     BITS,
@@ -29,26 +30,11 @@ from sketchssm.cpu.packed import (
     field,
 )
 from sketchssm.cpu.residual import read_residual
-from sketchssm.cpu.simd import (
-    LANES,
-    Pointer,
-    bfloats,
-    copy,
-    exp,
-    floats,
-    fma,
-    int8s,
-    load,
-    prefetch,
-    splat,
-    store,
-)
+from sketchssm.cpu.simd import Pointer, bfloats, copy, exp, floats, fma, int8s, load, prefetch, splat, store
 from sketchssm.cpu.states import widen
 from sketchssm.cpu.tiles import accumulate, combine, dots
 from sketchssm.cpu.window import buffer_token, carry_decays, effective_query, weigh
 from sketchssm.layer.recurrence import FULL_STATE
-
-__all__ = ["keep_drafts", "read", "read_drafts"]
 
 BLOCKS_AHEAD = 1
 """Blocks of 16 rows by which reads of full states prefetch."""

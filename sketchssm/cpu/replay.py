@@ -14,8 +14,6 @@ from sketchssm.cpu.workers import run, worker_count
 from sketchssm.layer.recurrence import Layer, Tokens
 from sketchssm.layer.slots import MAX_DRAFTS, PartsOf
 
-__all__ = ["ReplayEngine"]
-
 
 class ReplayEngine(StandardEngine):
     """A ring buffers raw inputs; the last token of a window folds them into the state.

@@ -34,8 +34,6 @@ from sketchssm.cpu.simd import Pointer, bfloats, copy, floats, fma, int8s, load,
 from sketchssm.cpu.tiles import accumulate, add_product, dots, element, sums_of_lanes, zero_sums
 from sketchssm.layer.residual import GAINS, STEPS
 
-__all__ = ["read_residual", "store_residual"]
-
 CODE_ROWS = 8
 """Rows of codes that share their bytes."""
 

@@ -46,28 +46,6 @@ from sketchssm.cpu.llvm import (
     vector_type,
 )
 
-__all__ = [
-    "LANES",
-    "Pointer",
-    "bfloats",
-    "copy",
-    "doubles",
-    "exp",
-    "floats",
-    "fma",
-    "halves",
-    "int8s",
-    "integers",
-    "load",
-    "padded",
-    "pointer_cast",
-    "prefetch",
-    "short_integers",
-    "splat",
-    "store",
-    "total",
-]
-
 Pointer = Any
 """In signatures of compiled functions: a pointer to elements of one of the types of `llvm.py`."""
 

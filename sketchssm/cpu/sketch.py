@@ -15,8 +15,6 @@ from sketchssm.cpu.workers import run
 from sketchssm.layer.slots import PartsOf
 from sketchssm.plans.plan import SketchPlan
 
-__all__ = ["SketchEngine"]
-
 
 class SketchEngine(ReplayEngine):
     """The paper's algorithm 1: replay, with a sketch for the state reads between flushes."""

@@ -10,8 +10,6 @@ from typing import Any
 
 from sketchssm.cpu.jit import njit
 
-__all__ = ["cholesky", "cholesky_solve"]
-
 Doubles = Any
 """A pointer to float64, in signatures of compiled functions."""
 

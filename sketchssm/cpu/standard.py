@@ -22,14 +22,13 @@ from sketchssm.cpu.layout import (
     blank,
     call_record,
 )
+from sketchssm.cpu.llvm import LANES
 from sketchssm.cpu.parts import Array, slot_parts, standard_parts
-from sketchssm.cpu.simd import LANES, Pointer, copy, exp, floats, fma, integers, load, splat, store, total
+from sketchssm.cpu.simd import Pointer, copy, exp, floats, fma, integers, load, splat, store, total
 from sketchssm.cpu.states import narrow, widen
 from sketchssm.cpu.workers import SERIAL, run, worker_count
 from sketchssm.layer.recurrence import PAD_SLOT, Layer, Tokens
 from sketchssm.layer.slots import DRAFTED_SHIFT, DUE, POSITION, PartsOf
-
-__all__ = ["StandardEngine"]
 
 Slots = npt.NDArray[np.int64]
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import BFLOAT16, Record
-from sketchssm.cpu.simd import LANES, Pointer, bfloats, halves, load, store
-
-__all__ = ["narrow", "widen"]
+from sketchssm.cpu.llvm import LANES
+from sketchssm.cpu.simd import Pointer, bfloats, halves, load, store
 
 
 @njit

@@ -19,19 +19,6 @@ from sketchssm.cpu.jit import njit
 from sketchssm.cpu.llvm import INT32, LANES, VECTOR
 from sketchssm.cpu.simd import Pointer, splat, total
 
-__all__ = [
-    "DOT_ROWS",
-    "accumulate",
-    "accumulate_tile_rows",
-    "add_product",
-    "combine",
-    "dots",
-    "element",
-    "fixed",
-    "sums_of_lanes",
-    "zero_sums",
-]
-
 TILE_ROWS = 4
 """Rows of a tile of `accumulate`."""
 

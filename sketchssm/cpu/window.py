@@ -11,10 +11,9 @@ import numpy as np
 
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import Record
-from sketchssm.cpu.simd import LANES, Pointer, copy, exp, floats, fma, load, splat, store, total
+from sketchssm.cpu.llvm import LANES
+from sketchssm.cpu.simd import Pointer, copy, exp, floats, fma, load, splat, store, total
 from sketchssm.cpu.tiles import DOT_ROWS, accumulate, dots
-
-__all__ = ["buffer_token", "carry_decays", "effective_query", "weigh"]
 
 
 @njit

@@ -27,8 +27,6 @@ from sketchssm.cpu.layout import Memory, call_record
 from sketchssm.cpu.parts import Array
 from sketchssm.layer.recurrence import Tokens
 
-__all__ = ["SERIAL", "run", "worker_count"]
-
 SMALL = 2**18
 """A call on fewer elements of states runs on the calling thread alone: waking other threads would take longer."""
 

@@ -24,8 +24,6 @@ from sketchssm.cuda.pointer import Pointer, Slots, StepInputs
 from sketchssm.layer.recurrence import Layer, Tokens
 from sketchssm.layer.slots import MAX_DRAFTS
 
-__all__ = ["DeviceArrays"]
-
 
 class DeviceArrays:
     """The arrays of one engine's calls: implements both `sketchssm.heads.engine.Arrays` and `Call`.

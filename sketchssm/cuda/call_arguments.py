@@ -15,8 +15,6 @@ from sketchssm.cuda.frameworks import CupyArrays, Framework, TorchArrays
 from sketchssm.cuda.launch import capture_of
 from sketchssm.layer.recurrence import Tokens
 
-__all__ = ["DEVICE", "HOST", "CallArguments", "in_place"]
-
 DEVICE, HOST = "an array on the device", "one on the host"
 
 REAL = ("bfloat16", "float16", "float32", "float64")

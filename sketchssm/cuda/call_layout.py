@@ -8,8 +8,6 @@ from typing import Any
 
 from sketchssm.arrays.interop import host_type
 
-__all__ = ["ALIGNMENT", "ArrayLayout", "CallLayout"]
-
 ALIGNMENT = 16
 """Bytes: the kernels load 16 at a time, except scalars per head."""
 

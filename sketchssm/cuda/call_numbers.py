@@ -13,8 +13,6 @@ from sketchssm.cuda.frameworks import Framework
 from sketchssm.cuda.pointer import Slots
 from sketchssm.cuda.workspaces import stream_key
 
-__all__ = ["CallNumbers"]
-
 NUMBER_FLAGS = {"int64": WIDE, "int32": 0}
 """Integer types that the kernels take, with the flag that tells the type."""
 

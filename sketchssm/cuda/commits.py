@@ -12,8 +12,6 @@ from sketchssm.cuda.modules import Variant, load
 from sketchssm.cuda.pointer import Slots
 from sketchssm.cuda.slots import part_of
 
-__all__ = ["COMMIT", "Committer"]
-
 COMMIT = Variant("commit", {})
 
 THREADS = 512

@@ -5,8 +5,6 @@ from __future__ import annotations
 from sketchssm.cuda.kernel_parameters import macros
 from sketchssm.layer import slots
 
-__all__ = ["MAX_RANK", "header"]
-
 TYPES = {"bfloat16": 0, "float16": 1, "float32": 2, "int8": 3}
 """Types of elements; int8 are codes of sketches."""
 

@@ -15,8 +15,6 @@ from sketchssm.cuda.pointer import Slots
 from sketchssm.cuda.slots import UNIT, part_of
 from sketchssm.cuda.workspaces import PAIRS
 
-__all__ = ["COPY", "Copier"]
-
 COPY = Variant("copy", {})
 THREADS, HELD = 512, 8
 

@@ -18,8 +18,6 @@ from sketchssm.cuda.workspaces import Workspaces
 from sketchssm.layer.recurrence import Layer
 from sketchssm.layer.slots import DUE, POSITION, SlotPart
 
-__all__ = ["DeviceSlots"]
-
 
 class DeviceSlots:
     """Memory of all slots, and the kernels that load, reset, copy, commit and rejoin slots.

@@ -17,8 +17,6 @@ from sketchssm.cuda.launch import Launcher, driver_addresses
 from sketchssm.cuda.workspaces import PER_THREAD, WORDS
 from sketchssm.layer.recurrence import Layer
 
-__all__ = ["DirectStep"]
-
 CODES = {"bfloat16": (4, 16), "float16": (2, 16), "float32": (2, 32)}
 """DLPack's codes of types, and their bits."""
 

@@ -9,8 +9,6 @@ from sketchssm.cuda.kernel_parameters import KERNELS
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.modules import size_of
 
-__all__ = ["Encodes"]
-
 
 class Encodes:
     """The kernel of ``encode.cu`` for one engine; `fixed` are the kernel's first arguments, `heads` counts sketches.

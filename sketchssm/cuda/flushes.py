@@ -14,8 +14,6 @@ from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.modules import size_of
 from sketchssm.cuda.pointer import Slots
 
-__all__ = ["Flushes"]
-
 NO_TOKENS = (0,) * len(INPUTS.names)
 
 

@@ -9,8 +9,6 @@ from typing import Any, Protocol
 
 from sketchssm.arrays import interop
 
-__all__ = ["CupyArrays", "Framework", "TorchArrays", "export"]
-
 DTYPES = ("bfloat16", "float16", "float32", "float64", "int32", "int64")
 """Types of arguments and results, by name."""
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["KERNELS", "Parameters", "macros"]
-
 
 class Parameters(NamedTuple):
     """Types in C++, and names."""

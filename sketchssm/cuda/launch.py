@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Launcher"]
-
 OVERLAP = 12030
 """First version of the driver in which graphs capture the attribute for overlap."""
 

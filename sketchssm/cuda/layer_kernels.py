@@ -11,8 +11,6 @@ from sketchssm.cuda.constants import TYPES
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.modules import Variant, load
 
-__all__ = ["LayerInputs", "layer_inputs_variant"]
-
 THREADS = 256
 """Threads of a block."""
 ACCESS_BYTES = 16

@@ -14,8 +14,6 @@ from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, Layer
 from sketchssm.plans.plan import SketchPlan
 
-__all__ = ["PackedPlan", "basis_fragments", "pack_full_state", "pack_plan"]
-
 ELEMENTS = {"bfloat16": "bfloat16", "float32": "float32", "int8": "uint8"}
 """Type of a slot's sketches in memory, by format."""
 

@@ -10,8 +10,6 @@ from sketchssm.layer.checks import UnsupportedError
 from sketchssm.layer.recurrence import Layer
 from sketchssm.plans.plan import SketchPlan
 
-__all__ = ["check_layer", "check_plan", "check_shared", "check_window", "shared_limit"]
-
 KEY_DIMS, VALUE_DIMS, WINDOWS = (64, 96, 128, 192, 256), range(16, 257, 16), (4, 8, 16, 32)
 MAX_CHANNELS = 128
 """Most channels of a key with a decay each."""

@@ -14,8 +14,6 @@ from sketchssm.cuda.layout import PackedPlan
 from sketchssm.layer.recurrence import Layer
 from sketchssm.layer.slots import SlotPart, check_memory, check_separate
 
-__all__ = ["RING", "allocate", "check_places", "slot_parts"]
-
 RING = ("keys", "values", "gates", "betas")
 """Parts of the ring."""
 

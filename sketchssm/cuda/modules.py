@@ -16,8 +16,6 @@ import numpy as np
 
 from sketchssm.cuda.constants import header
 
-__all__ = ["KernelCompileError", "Variant", "load", "size_of", "source_text", "warmup"]
-
 STANDARD = "-std=c++17"
 
 CONSTANTS = "constants.cuh"

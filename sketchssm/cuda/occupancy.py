@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from sketchssm.layer.recurrence import Layer
 
-__all__ = ["blocks_per_multiprocessor", "read_pace"]
-
 FLUSH_BLOCKS = {
     (False, 64): 4,
     (False, 80): 3,

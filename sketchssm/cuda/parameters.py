@@ -11,8 +11,6 @@ from sketchssm.arrays.options import EngineOptions
 from sketchssm.cuda.constants import TYPES
 from sketchssm.layer.recurrence import Layer
 
-__all__ = ["gate_argument", "layer_constants"]
-
 
 def layer_constants(
     layer: Layer, options: EngineOptions, activation_dtype: str | None, output_dtype: str | None

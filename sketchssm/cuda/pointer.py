@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from sketchssm.cuda.constants import COUNTED, WIDE
 
-__all__ = ["Pointer", "Slots", "StepInputs"]
-
 
 class Pointer:
     """Rows of an argument.

@@ -13,8 +13,6 @@ from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.limits import check_shared, shared_limit
 from sketchssm.cuda.modules import Variant, load, size_of
 
-__all__ = ["DraftReads", "Reads", "draft_variant"]
-
 LEAST_WARPS = 4
 """Smallest number of warps of a block. At least two are needed: a warp without tiles computes the products of keys for
 the other warps and writes tokens into the ring."""

@@ -11,8 +11,6 @@ from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.modules import Variant, load
 from sketchssm.cuda.pointer import Pointer, Slots
 
-__all__ = ["SLOTS", "SlotWriter"]
-
 SLOTS = Variant("slots", {})
 UNIT = 16
 """Bytes that a thread moves at a time."""

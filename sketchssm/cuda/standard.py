@@ -23,8 +23,6 @@ from sketchssm.cuda.standard_drafts import StandardDrafts, standard_draft_varian
 from sketchssm.layer.recurrence import Layer
 from sketchssm.layer.slots import SlotPart
 
-__all__ = ["StandardEngine"]
-
 MANY_WARPS, BLOCK_BYTES = 1 << 14, 4096
 """With at least so many warps, a block has at most so many bytes of state: blocks start in the order of memory, and
 smaller blocks keep loads and stores closer to that order (on H200 1% to 2% faster; slower by as much with fewer

@@ -11,8 +11,6 @@ from sketchssm.cuda.modules import Variant, load
 from sketchssm.cuda.pointer import Slots
 from sketchssm.cuda.slots import part_of
 
-__all__ = ["StandardDrafts", "standard_draft_variant"]
-
 
 def standard_draft_variant(step: Variant, drafts: int) -> Variant:
     """The draft kernels of a standard step."""

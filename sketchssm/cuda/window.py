@@ -30,8 +30,6 @@ from sketchssm.layer.recurrence import Layer
 from sketchssm.layer.slots import MAX_DRAFTS, SlotPart
 from sketchssm.plans.plan import SketchPlan
 
-__all__ = ["ReplayEngine", "SketchEngine"]
-
 
 class WindowEngine:
     """The kernels of ``read.cu``, ``flush.cu`` and ``read_draft.cu`` on a layer's slots; see `ExactEngine`.

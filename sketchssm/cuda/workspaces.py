@@ -14,8 +14,6 @@ import numpy as np
 from sketchssm.cuda.constants import MAX_ROWS
 from sketchssm.cuda.launch import capture_of
 
-__all__ = ["CHECKED_SLOTS", "PAIRS", "PER_THREAD", "WORDS", "Workspaces", "spans", "stream_key"]
-
 HEADER = 5
 CHECKED_SLOTS = 4 * HEADER
 """Byte at which `Schedule` has the checked slots."""

@@ -12,8 +12,6 @@ from sketchssm.layer.checks import UnsupportedError
 from sketchssm.layer.recurrence import Layer, check_choice, check_instance
 from sketchssm.layer.slots import SlotPart
 
-__all__ = ["load_engine", "load_parts"]
-
 
 def load_engine(
     system: System, backend: str, source: Any, num_slots: int, *args: Any, options: EngineOptions = DEFAULTS

@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakSet
 
-__all__ = ["CallLock"]
-
 _locks: WeakSet[CallLock] = WeakSet()
 
 

@@ -15,8 +15,6 @@ import numpy.typing as npt
 from sketchssm.layer.recurrence import Tokens
 from sketchssm.layer.slots import PartsOf, SlotPart
 
-__all__ = ["Arrays", "Call", "Context", "Engine", "ExactEngine"]
-
 
 class Call(Protocol):
     """Conversions of one call's arrays, while the engine's device and the caller's stream are current."""

@@ -16,8 +16,6 @@ from sketchssm.layer.slots import POSITION, SlotPart
 if TYPE_CHECKING:
     from sketchssm.plans.plan import SketchPlan
 
-__all__ = ["ExactHead", "check_phase"]
-
 
 class ExactHead(DecodeHead):
     """Common interface of the heads with exact states; construct a subclass.

@@ -14,8 +14,6 @@ from sketchssm.heads.engine import Arrays, Engine
 from sketchssm.layer.checks import check_bool, check_dtype_name, check_size, check_state, check_tokens
 from sketchssm.layer.recurrence import Layer, Tokens
 
-__all__ = ["DecodeHead"]
-
 
 class DecodeHead:
     """Common interface of every decode system; construct a subclass.

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-__all__ = ["BACKENDS", "REPLAY", "SKETCH", "STANDARD", "System"]
-
 BACKENDS = ("reference", "cpu", "cuda")
 
 

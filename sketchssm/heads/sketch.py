@@ -21,8 +21,6 @@ from sketchssm.plans.plan import SketchPlan
 if TYPE_CHECKING:
     from sketchssm.arrays.gates import GateInput
 
-__all__ = ["ReadErrors", "SketchHead"]
-
 
 class ReadErrors(NamedTuple):
     """Errors of reads through sketches, from `SketchHead.errors`.

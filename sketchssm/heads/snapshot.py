@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from sketchssm.arrays.gates import GateInput
     from sketchssm.layer.recurrence import Layer
 
-__all__ = ["Snapshot", "SnapshotFileError", "owner_of"]
-
 
 class SnapshotFileError(FileFormatError):
     """A snapshot file that can't be used: damaged, not a snapshot, of another version, or inconsistent."""

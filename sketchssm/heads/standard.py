@@ -15,8 +15,6 @@ from sketchssm.layer.slots import SlotPart
 if TYPE_CHECKING:
     from sketchssm.arrays.gates import GateInput
 
-__all__ = ["ReplayHead", "StandardHead"]
-
 
 class StandardHead(ExactHead):
     """Standard decode: reads and writes every state at every token, as serving engines do by default.

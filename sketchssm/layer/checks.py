@@ -11,24 +11,6 @@ import numpy.typing as npt
 
 from sketchssm.layer.recurrence import PAD_SLOT, Layer, check_choice
 
-__all__ = [
-    "ACTIVATIONS",
-    "UnsupportedError",
-    "as_array",
-    "check_bool",
-    "check_dtype_name",
-    "check_gates",
-    "check_items",
-    "check_number",
-    "check_seed",
-    "check_size",
-    "check_slots",
-    "check_state",
-    "check_tokens",
-    "check_writes",
-    "no_memory",
-]
-
 ACTIVATIONS = ("bfloat16", "float16", "float32")
 """Types in which a device may hold q, k, v and outputs."""
 

@@ -16,8 +16,6 @@ import numpy.typing as npt
 from sketchssm.layer.checks import check_number
 from sketchssm.layer.recurrence import check_choice, check_integer
 
-__all__ = ["DEFAULT_MAP", "FORMS", "MAPS", "RIDGE_FLOOR", "CoefficientMap", "MapForm"]
-
 RIDGE_FLOOR = 1e-4
 """Smallest ridge in use: every backend evaluates a smaller one at this value.
 

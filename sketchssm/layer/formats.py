@@ -25,8 +25,6 @@ import numpy.typing as npt
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.recurrence import check_choice
 
-__all__ = ["DEFAULT_FORMAT", "FORMATS", "SketchFormat"]
-
 SCALE_BYTES = 4
 """Bytes of a scale."""
 

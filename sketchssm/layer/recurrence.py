@@ -17,20 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "FULL_STATE",
-    "KINDS",
-    "PROPERTIES",
-    "ROUNDING",
-    "Layer",
-    "Tokens",
-    "check_choice",
-    "check_instance",
-    "check_integer",
-    "check_window",
-    "shard_range",
-]
-
 
 class Kind(NamedTuple):
     """What tells kinds of recurrences apart."""

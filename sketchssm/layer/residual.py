@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["RESIDUAL_BITS", "STEPS", "check_residual_bits", "residual_bytes"]
-
 STEPS = {1: 1.596, 2: 0.996, 3: 0.586}
 """Distance of neighbouring levels for each number of bits, in standard deviations.
 

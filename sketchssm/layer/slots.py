@@ -22,18 +22,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "DRAFTED_SHIFT",
-    "DUE",
-    "MAX_DRAFTS",
-    "POSITION",
-    "PartsOf",
-    "SlotPart",
-    "check_memory",
-    "check_separate",
-    "drafted",
-]
-
 POSITION = 127
 """Bits of a cursor word that hold the position."""
 

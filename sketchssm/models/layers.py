@@ -26,8 +26,6 @@ from sketchssm.arrays.model_arrays import (
 from sketchssm.layer.checks import check_items, check_number
 from sketchssm.layer.recurrence import Tokens
 
-__all__ = ["gdn_inputs", "kda_inputs", "mamba2_inputs", "mamba2_output"]
-
 Array = npt.NDArray[Any]
 
 

@@ -21,8 +21,6 @@ from sketchssm.arrays.model_arrays import (
 from sketchssm.layer.checks import check_size
 from sketchssm.layer.recurrence import Tokens, check_integer
 
-__all__ = ["delta_product_inputs", "lightning_decay", "linear_inputs", "mamba3_inputs", "retention_decay"]
-
 Array = npt.NDArray[Any]
 
 

@@ -17,8 +17,6 @@ from sketchssm.layer.checks import as_array, check_seed, check_size
 from sketchssm.layer.recurrence import Layer, check_instance, check_window
 from sketchssm.plans.files import FileFormat, check_array, load_file, save_file
 
-__all__ = ["SketchBasis", "check_rank_max", "descending", "orthonormal", "support", "unit_trace"]
-
 Array = npt.NDArray[np.floating[Any]]
 
 SUPPORT = 1e-10

@@ -23,18 +23,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "FileFormat",
-    "FileFormatError",
-    "check_array",
-    "fingerprint",
-    "format_of",
-    "load_file",
-    "save_file",
-    "source_digest",
-    "write_whole",
-]
-
 T = TypeVar("T")
 
 KEY = "sketchssm"

@@ -17,8 +17,6 @@ from sketchssm.plans.files import FileFormat, format_of, load_file, save_file
 from sketchssm.plans.plan import FORMAT as PLAN_FORMAT
 from sketchssm.plans.plan import PlanFileError, SketchPlan, total_reduction
 
-__all__ = ["AllocationSummary", "LayerFingerprint", "ModelFingerprint", "ModelPlans", "load_plans"]
-
 FORMAT = FileFormat("sketchssm-model-plans", PLAN_FORMAT.version, (), PlanFileError)
 """The version is that of the plans. A tensor has the name of its layer, a dot, and its name in the plan."""
 

@@ -19,8 +19,6 @@ from sketchssm.plans import traffic
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.files import FileFormat, FileFormatError, fingerprint, load_file, save_file
 
-__all__ = ["PlanFileError", "SketchPlan", "total_reduction"]
-
 
 class AllocatedRanks(Protocol):
     """Ranks of one layer and the format that they were allocated for: an `Allocation`, or a part of it."""

@@ -10,8 +10,6 @@ from sketchssm.reference.engines import ReplayEngine, StandardEngine
 from sketchssm.reference.quantise import round_trip
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["CopyEngine", "QuantisedEngine"]
-
 
 class QuantisedEngine(StandardEngine):
     """The recurrence on quantised states: a state is quantised again after every token."""

@@ -25,8 +25,6 @@ from sketchssm.layer.formats import SketchFormat
 from sketchssm.reference import maps
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["Codes", "encode", "sketched_read", "split_form", "stored"]
-
 
 class Codes(NamedTuple):
     """Coded vectors ``(..., n)``: codes as float64 numbers ``(..., n)``, and unrounded scales ``(...,)``."""

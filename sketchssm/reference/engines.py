@@ -17,8 +17,6 @@ from sketchssm.reference.recurrence import Array, per_head, step
 from sketchssm.reference.residual import residual_read
 from sketchssm.reference.window import Ring, fold, read_window
 
-__all__ = ["ReplayEngine", "SketchEngine", "StandardEngine"]
-
 Slots = npt.NDArray[np.int64]
 
 

@@ -42,20 +42,6 @@ import numpy as np
 from sketchssm.layer.coefficients import RIDGE_FLOOR, CoefficientMap
 from sketchssm.reference.recurrence import Array
 
-__all__ = [
-    "MapFactors",
-    "coefficient_map",
-    "exact_map",
-    "lowrank_factors",
-    "map_factors",
-    "offline_map",
-    "pivot_basis",
-    "prior_factors",
-    "ridge_map",
-    "state_scale",
-    "subspace",
-]
-
 PIVOT_TOLERANCE = 3e-3
 """A pivot column is dropped if its part outside the span of the columns before it has at most this share of its
 norm. A sketch in bf16 resolves no smaller share. On our traces, dropping all below 1e-2 changes no error in its fifth

@@ -17,8 +17,6 @@ import numpy as np
 
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["Grid", "round_trip", "scales"]
-
 
 def scales(state: Array) -> tuple[Array, Array]:
     """Scales of rows ``(..., V, 1)`` and columns ``(..., 1, K)``: ``|state| <= rows * columns`` everywhere."""

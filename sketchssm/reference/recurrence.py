@@ -14,8 +14,6 @@ import numpy.typing as npt
 from sketchssm.layer.checks import check_tokens
 from sketchssm.layer.recurrence import Layer, Tokens
 
-__all__ = ["Array", "per_head", "run", "step", "transition"]
-
 Array = npt.NDArray[np.floating[Any]]
 
 

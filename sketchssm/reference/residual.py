@@ -21,8 +21,6 @@ from sketchssm.layer.residual import GAINS, STEPS
 from sketchssm.reference.codes import sketched_read
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["Residual", "encode_residual", "residual_read"]
-
 
 class Residual(NamedTuple):
     """Codes ``(..., V, K)`` from ``-2^(b-1)`` to ``2^(b-1) - 1``, and scales of rows and columns.

@@ -15,8 +15,6 @@ from sketchssm.layer.recurrence import Layer, Tokens
 from sketchssm.reference.recurrence import Array, per_head
 from sketchssm.reference.window import Ring, fold, read_window
 
-__all__ = ["SketchReads", "walk"]
-
 
 class SketchReads(NamedTuple):
     """Tokens of one window that are read through the sketch.

@@ -25,16 +25,6 @@ import numpy as np
 
 from sketchssm.reference.recurrence import Array, transition
 
-__all__ = [
-    "Ring",
-    "WindowReads",
-    "decay_between",
-    "effective_query",
-    "erase_factors",
-    "fold",
-    "read_window",
-]
-
 
 class Ring(NamedTuple):
     """Raw inputs of the tokens buffered since the last flush, in token order.

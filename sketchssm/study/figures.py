@@ -9,8 +9,6 @@ from typing import Any
 
 from sketchssm.plans.files import write_whole
 
-__all__ = ["COLOURS", "MARKERS", "STYLE", "check", "load_pyplot", "save"]
-
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette: told apart with any colour vision."""
 

@@ -18,8 +18,6 @@ from sketchssm.study.evaluate.registry import FULL_METHOD
 from sketchssm.study.figures import COLOURS, MARKERS, STYLE, load_pyplot, save
 from sketchssm.study.planning import PlanPoint, PlanSearch
 
-__all__ = ["draw", "draw_frontier", "picture_files", "rank_heatmap"]
-
 PICTURES = ("error-against-traffic", "retained-by-rank", "drift-of-outputs", "drift-of-states", "ranks")
 """Pictures of `draw`; the names of their files."""
 

@@ -20,8 +20,6 @@ from sketchssm.plans.plan import SketchPlan
 if TYPE_CHECKING:
     from sketchssm.arrays.gates import GateInput
 
-__all__ = ["System", "exact_systems", "sketch_system"]
-
 
 @dataclass(frozen=True)
 class System:

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple, TypeVar
 from sketchssm.layer.recurrence import FULL_STATE
 from sketchssm.study.tasks import Score
 
-__all__ = ["Table", "number", "percent", "ranks_text", "ruled", "scientific", "share"]
-
 T = TypeVar("T")
 
 

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["TASKS", "WORDING", "Form", "Prompts", "Score", "Wording", "make_prompts"]
-
 Ids = npt.NDArray[np.int64]
 Encode = Callable[[str], Sequence[int]]
 

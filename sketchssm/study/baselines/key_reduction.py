@@ -15,8 +15,6 @@ from sketchssm.layer.recurrence import Layer, check_instance
 from sketchssm.reference.recurrence import Array
 from sketchssm.study.baselines.reduced import ChannelMap, ReducedHead, check_sparsity
 
-__all__ = ["GROWTH", "KeyMoments", "KeyReducedHead", "KeyReduction", "StrongQR", "strong_rrqr"]
-
 GROWTH = 1.5
 """The search stops when no swap multiplies the volume by more than this factor: f, the source's value."""
 

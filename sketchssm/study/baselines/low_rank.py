@@ -11,8 +11,6 @@ from sketchssm.layer.recurrence import check_instance
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.plan import SketchPlan
 
-__all__ = ["low_rank_basis", "low_rank_plan"]
-
 
 def low_rank_basis(moments: Moments, rank_max: int | None = None) -> SketchBasis:
     """Compute the leading eigenvectors of the mean state Gram matrix ``E[S S^T]`` of every head.

@@ -14,8 +14,6 @@ from sketchssm.layer.recurrence import Layer, check_instance
 from sketchssm.reference.recurrence import Array, per_head, step
 from sketchssm.study.baselines.reduced import ChannelMap, ReducedHead, check_sparsity
 
-__all__ = ["ChannelScores", "PrunedHead"]
-
 
 class ChannelScores:
     """Running sums of GHOST's score of every key channel (Menezes and Kyrillidis, arXiv 2602.11408).

@@ -7,8 +7,6 @@ from sketchssm.heads.head import DecodeHead, check_capacity
 from sketchssm.heads.registry import System
 from sketchssm.layer.recurrence import Layer, check_integer, check_window
 
-__all__ = ["CopyReadHead", "QuantisedHead"]
-
 MODULES = {"reference": "sketchssm.reference.baselines", "cpu": "sketchssm.cpu.quantised"}
 QUANTISED = System("quantised", {backend: f"{module}:QuantisedEngine" for backend, module in MODULES.items()})
 COPY = System("copy", {backend: f"{module}:CopyEngine" for backend, module in MODULES.items()})

@@ -20,8 +20,6 @@ from sketchssm.layer.checks import check_number
 from sketchssm.layer.recurrence import Layer, Tokens
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["ChannelMap", "ReducedEngine", "ReducedHead", "check_sparsity", "cpu_engine", "reference_engine"]
-
 
 @dataclass(frozen=True, eq=False)
 class ChannelMap:

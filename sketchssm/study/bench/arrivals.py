@@ -28,8 +28,6 @@ from sketchssm.study.bench.runs import Inputs, Run, run_on_host
 from sketchssm.study.evaluate.measure import relative_error
 from sketchssm.study.tables import number
 
-__all__ = ["MODES", "ArrivalsReport", "ArrivalsResult", "time_arrivals"]
-
 MODES = ("lockstep", "clock", "no clock")
 """Window positions of a sketch's rows: all the same; random, with a clock; random, without a clock."""
 

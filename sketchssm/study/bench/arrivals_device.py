@@ -21,8 +21,6 @@ from sketchssm.study.bench.graphs import Ahead, captured
 from sketchssm.study.bench.requests import Requests
 from sketchssm.study.bench.runs import Inputs, Run
 
-__all__ = ["inputs_on_device", "run_on_device"]
-
 ON_DEVICE = 3
 """The driver's number for a copy from the device to the device."""
 

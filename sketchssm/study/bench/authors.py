@@ -14,8 +14,6 @@ from sketchssm.study.bench.results import BenchResult, step_bytes
 from sketchssm.study.systems import sketch_system
 from sketchssm.study.tables import number
 
-__all__ = ["measure_authors", "unsupported"]
-
 WRONG = 0.05
 """A larger relative error is not rounding: bf16 leaves 4e-3."""
 

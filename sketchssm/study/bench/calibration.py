@@ -20,8 +20,6 @@ from sketchssm.study.bench.shapes import SHAPES
 from sketchssm.study.bench.workloads import random_tokens
 from sketchssm.study.tables import Table, ruled, scientific
 
-__all__ = ["CalibrationReport", "CalibrationResult", "calibration_table", "time_calibration"]
-
 RANK_MAX = 16
 """Columns of the scored bases: the most that the kernels of most shapes have room for."""
 

@@ -21,8 +21,6 @@ from sketchssm.study.bench.results import BenchResult
 from sketchssm.study.bench.workloads import random_gate, random_plan, spread_ranks, systems
 from sketchssm.study.systems import System
 
-__all__ = ["Case", "Report", "time_cases"]
-
 
 @dataclass(frozen=True)
 class Case:

@@ -29,17 +29,6 @@ from sketchssm.study.bench.workloads import random_tokens, token_at
 from sketchssm.study.evaluate.measure import relative_error
 from sketchssm.study.systems import System
 
-__all__ = [
-    "Workload",
-    "compile_all",
-    "device_bandwidth",
-    "device_name",
-    "launch_times",
-    "measure_device",
-    "slot_sets",
-    "typical_times",
-]
-
 ACTIVATION = "bfloat16"
 
 PASSING = 1 << 30

@@ -10,8 +10,6 @@ import numpy as np
 from sketchssm.arrays.interop import host_type
 from sketchssm.layer.recurrence import Tokens
 
-__all__ = ["Ahead", "captured", "upload"]
-
 AHEAD, TIMES = 256 << 20, 3
 """Bytes that `Ahead` clears, and number of repetitions: a fifth of a millisecond together."""
 

@@ -16,8 +16,6 @@ from sketchssm.study.bench.workloads import random_tokens, token_at
 from sketchssm.study.evaluate.measure import relative_error
 from sketchssm.study.systems import System
 
-__all__ = ["available_cores", "copy_bandwidth", "measure_host"]
-
 
 def available_cores() -> int:
     """Count the cores in the process's affinity mask, where the system has one, else all."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +21,6 @@ from sketchssm.study.bench.device import Workload, slot_sets, typical_times
 from sketchssm.study.bench.results import BenchResult, step_bytes
 from sketchssm.study.systems import exact_systems
 
-__all__ = ["PEERS", "Peer", "measure_peer"]
-
 WRONG = 0.05
 """A larger relative error is not rounding: bf16 leaves 4e-3."""
 
@@ -30,10 +28,9 @@ Step = Callable[[Any], tuple[Any, Any]]
 """From states to outputs ``(batch, heads, V)`` and new states, in the same memory or in new memory."""
 
 
-class Adapter(Protocol):
-    """From one token's inputs ``(batch, ...)`` to a step, and the same inputs as this library defines them."""
-
-    def __call__(self, layer: Layer, token: Tokens, torch: Any) -> tuple[Step, Tokens]: ...
+Adapter = Callable[[Layer, Tokens, Any], tuple[Step, Tokens]]
+"""From a layer, one token's inputs ``(batch, ...)`` and PyTorch to a step, and the same inputs as this library defines
+them."""
 
 
 @dataclass(frozen=True)

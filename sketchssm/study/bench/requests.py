@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Requests"]
-
 SPARE = 8
 """Slots beyond those of the batch, so that a request seldom gets the slot that has just been released."""
 

@@ -15,8 +15,6 @@ from sketchssm.plans import traffic
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.systems import System
 
-__all__ = ["BenchResult", "StepBytes", "step_bytes"]
-
 
 @dataclass(frozen=True)
 class StepBytes:

@@ -16,8 +16,6 @@ from sketchssm.study.bench.cases import Case
 from sketchssm.study.bench.requests import Requests
 from sketchssm.study.bench.workloads import random_tokens, token_at
 
-__all__ = ["Inputs", "Run", "run_on_host"]
-
 Array = npt.NDArray[Any]
 
 

@@ -12,8 +12,6 @@ from typing import NamedTuple
 from sketchssm.layer.recurrence import Layer
 from sketchssm.plans import traffic
 
-__all__ = ["COMMON", "MEAN_RANKS", "SHAPES", "SHIPPED", "Shipped"]
-
 
 class Shipped(NamedTuple):
     """A layer and the models that have it."""

@@ -11,8 +11,6 @@ from sketchssm.study.bench.cases import Report
 from sketchssm.study.bench.results import BenchResult
 from sketchssm.study.tables import Table, ruled, scientific
 
-__all__ = ["arrival_tables", "time_tables"]
-
 Result = TypeVar("Result", BenchResult, ArrivalsResult)
 
 

@@ -18,15 +18,6 @@ from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.systems import System, exact_systems, sketch_system
 from sketchssm.study.tables import number
 
-__all__ = [
-    "random_gate",
-    "random_plan",
-    "random_tokens",
-    "spread_ranks",
-    "systems",
-    "token_at",
-]
-
 SPREAD = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.6, 2.2)
 """Ranks of eight heads over their mean, with the long tail of an allocation."""
 

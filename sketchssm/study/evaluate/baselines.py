@@ -25,8 +25,6 @@ from sketchssm.study.baselines import (
 )
 from sketchssm.study.systems import System, sketch_system
 
-__all__ = ["SPARSITIES", "key_reduced_systems", "pruned_systems", "quantised_systems", "read_only_systems"]
-
 SPARSITIES = (0.375, 0.5, 0.625, 0.75)
 """Shares of a state that the paper prunes."""
 

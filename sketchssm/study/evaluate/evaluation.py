@@ -18,8 +18,6 @@ from sketchssm.study.evaluate.registry import Entry
 from sketchssm.study.evaluate.store import Store
 from sketchssm.study.evaluate.study import Study
 
-__all__ = ["RESULT_FILES", "Evaluation", "LayerResults", "evaluate"]
-
 RESULT_FILES = ("results.json", "results.csv", "drift.csv")
 """Files of `Evaluation.save`."""
 

@@ -15,8 +15,6 @@ from sketchssm.reference.recurrence import Array
 from sketchssm.study.evaluate.registry import Entry
 from sketchssm.study.evaluate.study import Study
 
-__all__ = ["Measurement", "measure", "relative_error", "rounded"]
-
 ALLOCATED = ("sketch", "ablation")
 """Families whose ranks are allocated."""
 

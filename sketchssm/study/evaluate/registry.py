@@ -24,8 +24,6 @@ from sketchssm.study.evaluate.baselines import (
 from sketchssm.study.evaluate.study import Study
 from sketchssm.study.systems import System, exact_systems, sketch_system
 
-__all__ = ["FAMILIES", "FULL_METHOD", "Entry", "entries", "select"]
-
 PIVOTS = (1, 2, 4, 8)
 RIDGES = (0, 0.01, 0.1, 1)
 WINDOWS = (4, 8, 16, 32)

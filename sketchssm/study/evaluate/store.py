@@ -10,8 +10,6 @@ from typing import Any
 
 from sketchssm.plans.files import source_digest, write_whole
 
-__all__ = ["Store"]
-
 FORMAT = 1
 """Version of the content of a part; it enters the key."""
 

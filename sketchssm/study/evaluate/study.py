@@ -23,8 +23,6 @@ from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference.recurrence import Array, run
 from sketchssm.reference.walk import SketchReads, walk
 
-__all__ = ["Study"]
-
 
 @dataclass(eq=False)
 class Study:

@@ -9,8 +9,6 @@ from sketchssm.study.evaluate.measure import Measurement
 from sketchssm.study.evaluate.registry import FULL_METHOD
 from sketchssm.study.tables import Table, percent, ruled, scientific
 
-__all__ = ["ablations", "all_tables", "details", "systems"]
-
 WIDTH = 4
 """Layers side by side in one table of the terminal."""
 

@@ -13,8 +13,6 @@ from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import check_window
 from sketchssm.layer.residual import STEPS
 
-__all__ = ["Candidate", "candidates"]
-
 MAPS = (
     CoefficientMap("ridge"),
     CoefficientMap("ridge", ridge=0.01),

@@ -20,8 +20,6 @@ from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference.recurrence import Array, run
 from sketchssm.study.planning.candidate import Candidate
 
-__all__ = ["Energies", "TracedLayer"]
-
 Energies = npt.NDArray[np.float64]
 
 

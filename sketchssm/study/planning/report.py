@@ -8,8 +8,6 @@ from typing import Any
 from sketchssm.study.planning.search import PlanPoint, PlanSearch, budget_name
 from sketchssm.study.tables import Table
 
-__all__ = ["describe", "frontier_table"]
-
 
 def frontier_table(found: PlanSearch, standard: float | None = None, met: bool = True) -> Table:
     """List the points of the frontier; the chosen one has an arrow.

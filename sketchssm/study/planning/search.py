@@ -18,8 +18,6 @@ from sketchssm.study.planning.candidate import candidates as all_candidates
 from sketchssm.study.planning.layers import Energies, TracedLayer
 from sketchssm.study.systems import exact_systems, sketch_system
 
-__all__ = ["PlanPoint", "PlanSearch", "UnmetTargetError", "autoplan"]
-
 MEAN_RANKS = (2, 3, 4, 6, 8, 10, 12, 16)
 REDUCTIONS = (7, 8, 9, 10, 12, 14, 16)
 

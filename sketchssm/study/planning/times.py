@@ -14,8 +14,6 @@ from sketchssm.study.bench.host import copy_bandwidth, measure_host
 from sketchssm.study.bench.results import BenchResult
 from sketchssm.study.systems import System, exact_systems, sketch_system
 
-__all__ = ["StepTimes"]
-
 
 class StepTimes:
     """Time of a step of all layers on this machine, mean from one flush to the next.
