@@ -105,12 +105,9 @@ def test_more_bits_read_more_exactly_and_reads_at_flushes_are_exact():
     assert (np.diff(np.log2(errors)) < -0.4).all()
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_copies_snapshots_drafts_and_resets_carry_residuals(backend):
-    rng = np.random.default_rng(4)
-    layer, plan = LAYERS["mamba2"], residual_plan(rng, "mamba2")
-    head, twin = (ss.SketchHead(plan, 4, backend) for _ in range(2))
-    tokens = tokens_of(rng, layer, 1, 9)
+def check_copies(make, layer, tokens, error=0):
+    """Copies, snapshots, drafts and resets carry residuals; drafts err by so much at most beside steps."""
+    head, twin = make(), make()
     first, rest = at(tokens, np.s_[:, :6]), at(tokens, np.s_[:, 6:])
     for each in (head, twin):
         each.load_state(states_of(np.random.default_rng(5), layer, 1), slots=[0])
@@ -119,28 +116,38 @@ def test_copies_snapshots_drafts_and_resets_carry_residuals(backend):
     kept = head.snapshot([2])
     head.reset([2])
     head.restore(kept, [3])
-    want = twin.step(*rest, slots=[0])
-    drafted = head.step(*at(rest, np.s_[:, :1]), slots=[3], draft=True)
-    np.testing.assert_array_equal(drafted, want[:, :1])
+    want = np.asarray(twin.step(*rest, slots=[0]))
+    drafted = np.asarray(head.step(*at(rest, np.s_[:, :1]), slots=[3], draft=True))
+    assert relative(drafted, want[:, :1]) <= error
     head.commit([0], slots=[3])
     np.testing.assert_array_equal(head.step(*rest, slots=[3]), want)
-    for each in (head, twin):
-        each.reset([0])
-    np.testing.assert_array_equal(head.step(*rest, slots=[0]), twin.step(*rest, slots=[0]))
+    head.reset([0])
+    assert not np.asarray(head.step(*at(rest._replace(v=0 * rest.v), np.s_[:, :1]), slots=[0])).any()
+    return head, kept, rest
 
 
-@pytest.mark.parametrize("factor", [2.0**-83, 2.0**60])  # powers of two, so that no rounding differs
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_copies_snapshots_drafts_and_resets_carry_residuals(backend):
+    rng = np.random.default_rng(4)
+    layer, plan = LAYERS["mamba2"], residual_plan(rng, "mamba2")
+    check_copies(lambda: ss.SketchHead(plan, 4, backend), layer, tokens_of(rng, layer, 1, 9))
+
+
+def check_size(make, layer, tokens, factor):
+    """A state's reads are as large as the state: a power of two changes no rounding."""
+    outputs, state = [], states_of(np.random.default_rng(6), layer, 1)
+    for size in (1, factor):
+        head = make()
+        head.load_state(np.float32(size) * state, slots=[0])
+        outputs.append(np.asarray(head.step(*tokens._replace(v=0 * tokens.v), slots=[0])) / size)
+    assert relative(outputs[1], outputs[0]) < 1e-6
+
+
+@pytest.mark.parametrize("factor", [2.0**-83, 2.0**60])
 def test_states_of_extreme_size(factor):
     rng = np.random.default_rng(6)
     layer, plan = LAYERS["kda"], residual_plan(rng, "kda")
-    state, tokens = states_of(rng, layer, 1), tokens_of(rng, layer, 1, 3)
-    tokens.v[...] = 0
-    outputs = []
-    for size in (1, factor):
-        head = ss.SketchHead(plan, 1, "cpu")
-        head.load_state(np.float32(size) * state)
-        outputs.append(head.step(*tokens) / size)
-    assert relative(outputs[1], outputs[0]) < 1e-6
+    check_size(lambda: ss.SketchHead(plan, 1, "cpu"), layer, tokens_of(rng, layer, 1, 3), factor)
 
 
 class TestPlans:
