@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -14,7 +13,7 @@ import numpy.typing as npt
 
 from sketchssm.layer.formats import FORMATS
 from sketchssm.layer.slots import SlotPart
-from sketchssm.plans.files import FileFormat, FileFormatError, check_array, load_file, save_file
+from sketchssm.plans.files import FileFormat, FileFormatError, Stored, check_array
 
 if TYPE_CHECKING:
     from sketchssm.arrays.gates import GateInput
@@ -33,7 +32,7 @@ FORMAT = FileFormat("sketchssm-snapshot", 2, (), SnapshotFileError, "take the sn
 
 
 @dataclass(frozen=True, eq=False)
-class Snapshot:
+class Snapshot(Stored):
     """Contents of some slots of a head, from `ExactHead.snapshot`; `ExactHead.restore` puts them into slots again.
 
     Parameters
@@ -45,6 +44,8 @@ class Snapshot:
         The head of the arrays: system, backend, layer, window, plan (the plan's fingerprint), gate, type of the
         states, and parts; of a `SketchHead` also the sketch's format.
     """
+
+    FORMAT = FORMAT
 
     arrays: dict[str, npt.NDArray[Any]]
     owner: dict[str, Any]
@@ -58,39 +59,8 @@ class Snapshot:
         size = sum(array.nbytes for array in self.arrays.values())
         return f"Snapshot({len(self)} slots of {self.owner['system']} on {self.owner['backend']}, {size} bytes)"
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the snapshot to a safetensors file, all or nothing.
-
-        Parameters
-        ----------
-        path : str or PathLike
-            Where to; the new file replaces an existing one when it is complete.
-        """
-        save_file(path, FORMAT, self.arrays, {"owner": self.owner})
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Snapshot:
-        """Read a snapshot file and check all of it.
-
-        Parameters
-        ----------
-        path : str or PathLike
-            A file that `save` wrote.
-
-        Returns
-        -------
-        Snapshot
-            The snapshot.
-
-        Raises
-        ------
-        FileNotFoundError
-            If there is no such file.
-        SnapshotFileError
-            If the file is damaged, is no snapshot, is of another version, contradicts itself, or is of a head with
-            settings that this version does not have.
-        """
-        return load_file(path, FORMAT, cls._build)
+    def _contents(self) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
+        return self.arrays, {"owner": self.owner}
 
     @classmethod
     def _build(cls, tensors: dict[str, npt.NDArray[Any]], owner: dict[str, Any]) -> Snapshot:

@@ -6,7 +6,6 @@ orthonormal columns, and `weighted` has E0-orthonormal columns, where E0 is the 
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy.typing as npt
 
 from sketchssm.layer.checks import as_array, check_seed, check_size
 from sketchssm.layer.recurrence import Layer, check_instance, check_window
-from sketchssm.plans.files import FileFormat, check_array, load_file, save_file
+from sketchssm.plans.files import FileFormat, Stored, check_array
 
 Array = npt.NDArray[np.floating[Any]]
 
@@ -27,7 +26,7 @@ FORMAT = FileFormat("sketchssm-basis", 2, ("omega", "weighted", "e0", "spectrum"
 
 
 @dataclass(frozen=True, eq=False)
-class SketchBasis:
+class SketchBasis(Stored):
     """Nested sketch bases of one layer: the first G columns are the rank-G basis.
 
     Made by `fit_basis`, or by `SketchBasis.random` as a baseline.
@@ -52,6 +51,8 @@ class SketchBasis:
         Share of the spectrum in the first G columns: the predicted share of output energy that a sketch of rank G
         retains, for states of the mean metric. NaN for a random basis.
     """
+
+    FORMAT = FORMAT
 
     layer: Layer
     window: int
@@ -144,39 +145,9 @@ class SketchBasis:
         unknown = np.full((heads, size), np.nan)
         return cls(layer, check_window(window), omega, weighted, metric, unknown, unknown[:, :rank_max].copy())
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the basis to a safetensors file, all or nothing.
-
-        Parameters
-        ----------
-        path : str or PathLike
-            Where to; the new file replaces an existing one when it is complete.
-        """
+    def _contents(self) -> tuple[dict[str, Array], dict[str, Any]]:
         tensors = {name: getattr(self, name) for name in FORMAT.tensors}
-        save_file(path, FORMAT, tensors, {"layer": asdict(self.layer), "window": self.window})
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> SketchBasis:
-        """Read a file that `save` wrote.
-
-        Parameters
-        ----------
-        path : str or PathLike
-            Where from.
-
-        Returns
-        -------
-        SketchBasis
-            The basis.
-
-        Raises
-        ------
-        FileNotFoundError
-            If there is no such file.
-        FileFormatError
-            If the file is damaged, holds no basis, is of another version, or contradicts itself.
-        """
-        return load_file(path, FORMAT, cls._build)
+        return tensors, {"layer": asdict(self.layer), "window": self.window}
 
     @classmethod
     def _build(cls, tensors: dict[str, npt.NDArray[Any]], layer: Any, window: Any) -> SketchBasis:

@@ -18,7 +18,7 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -168,6 +168,53 @@ def load_file(
         raise
     except Exception as error:  # whatever a damaged or crafted file provokes, such as a RecursionError
         raise form.error(f"{path}: {error}") from error
+
+
+class Stored:
+    """An object with a file of its own, a safetensors file.
+
+    `FORMAT` is that of the file, `_contents` returns its tensors and fields, and `_build` takes them.
+    """
+
+    FORMAT: ClassVar[FileFormat]
+    _build: ClassVar[Callable[..., Any]]
+
+    def _contents(self) -> tuple[Mapping[str, npt.NDArray[Any]], Mapping[str, Any]]:
+        raise NotImplementedError
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the object to a safetensors file, all or nothing.
+
+        Parameters
+        ----------
+        path : str or PathLike
+            Where to; the new file replaces an existing one when it is complete.
+        """
+        save_file(path, self.FORMAT, *self._contents())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a file that `save` wrote, and check all of it.
+
+        Parameters
+        ----------
+        path : str or PathLike
+            Where from.
+
+        Returns
+        -------
+        object
+            An object of the class.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such file.
+        FileFormatError
+            If the file is damaged, of another class or version, contradicts itself, or has settings that this version
+            does not have. Of plans the error is a `PlanFileError`, of snapshots a `SnapshotFileError`.
+        """
+        return load_file(path, cls.FORMAT, cls._build)
 
 
 def format_of(path: str | os.PathLike[str]) -> str | None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from sketchssm.layer.checks import check_number
 from sketchssm.layer.recurrence import Layer, check_instance
-from sketchssm.plans.files import FileFormat, format_of, load_file, save_file
+from sketchssm.plans.files import FileFormat, Stored, format_of
 from sketchssm.plans.plan import FORMAT as PLAN_FORMAT
 from sketchssm.plans.plan import PlanFileError, SketchPlan, total_reduction
 
@@ -90,7 +90,7 @@ class AllocationSummary:
             check_number(name, value, "a finite number", math.isfinite)
 
 
-class ModelPlans(Mapping[str, SketchPlan]):
+class ModelPlans(Stored, Mapping[str, SketchPlan]):
     """Plans of all recurrent layers of a model, by the names of the layers' modules.
 
     Made by `sketchssm.transformers.calibrate`. ``dict(plans)`` has the plans alone, without the fingerprint.
@@ -114,6 +114,8 @@ class ModelPlans(Mapping[str, SketchPlan]):
     ValueError
         If plans and fingerprint have different layers or shapes.
     """
+
+    FORMAT = FORMAT
 
     def __init__(
         self, plans: Mapping[str, SketchPlan], fingerprint: ModelFingerprint, allocation: AllocationSummary
@@ -174,14 +176,7 @@ class ModelPlans(Mapping[str, SketchPlan]):
         own = self.fingerprint.places()
         return {name: self[own[place]] for place, name in model.places().items()}
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all plans to one safetensors file, all or nothing.
-
-        Parameters
-        ----------
-        path : str or PathLike
-            Where to; the new file replaces an existing one when it is complete.
-        """
+    def _contents(self) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
         tensors: dict[str, npt.NDArray[Any]] = {}
         layers: dict[str, Any] = {}
         for name, plan in self.items():
@@ -190,30 +185,7 @@ class ModelPlans(Mapping[str, SketchPlan]):
             identity = self.fingerprint.layers[name]
             layers[name] = {"module": identity.module, "parameters": identity.parameters, "plan": fields}
         fields = {"model": self.fingerprint.model, "layers": layers, "allocation": asdict(self.allocation)}
-        save_file(path, FORMAT, tensors, fields)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> ModelPlans:
-        """Read a file of plans and check all of it.
-
-        Parameters
-        ----------
-        path : str or PathLike
-            A file that `save` wrote.
-
-        Returns
-        -------
-        ModelPlans
-            The plans.
-
-        Raises
-        ------
-        FileNotFoundError
-            If there is no such file.
-        PlanFileError
-            If the file is damaged, has no plans of a model, is of another version, or contradicts itself.
-        """
-        return load_file(path, FORMAT, cls._build)
+        return tensors, fields
 
     @classmethod
     def _build(cls, tensors: dict[str, npt.NDArray[Any]], model: Any, layers: Any, allocation: Any) -> ModelPlans:

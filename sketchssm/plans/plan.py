@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -17,7 +16,7 @@ from sketchssm.layer.recurrence import FULL_STATE, Layer, check_window
 from sketchssm.layer.residual import RESIDUAL_BITS
 from sketchssm.plans import traffic
 from sketchssm.plans.basis import SketchBasis
-from sketchssm.plans.files import FileFormat, FileFormatError, fingerprint, load_file, save_file
+from sketchssm.plans.files import FileFormat, FileFormatError, Stored, fingerprint
 
 
 class AllocatedRanks(Protocol):
@@ -52,7 +51,7 @@ FORMAT = FileFormat(
 )
 
 
-class SketchPlan:
+class SketchPlan(Stored):
     """Bases, ranks and settings of one layer's sketches.
 
     Parameters
@@ -98,6 +97,8 @@ class SketchPlan:
     ValueError
         If a setting or a rank is out of range, or a basis holds NaN.
     """
+
+    FORMAT = FORMAT
 
     def __init__(
         self,
@@ -254,40 +255,6 @@ class SketchPlan:
             f"full_state={int((self.ranks == FULL_STATE).sum())}, window={self.window}, map={self.map}, "
             f"sketch_dtype={self.sketch_dtype}{bits})"
         )
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a safetensors file, all or nothing.
-
-        Parameters
-        ----------
-        path : str or PathLike
-            Where to; the new file replaces an existing one when it is complete.
-        """
-        save_file(path, FORMAT, *self._contents())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> SketchPlan:
-        """Read a plan file and check all of it.
-
-        Parameters
-        ----------
-        path : str or PathLike
-            A file that `save` wrote.
-
-        Returns
-        -------
-        SketchPlan
-            The plan.
-
-        Raises
-        ------
-        FileNotFoundError
-            If there is no such file.
-        PlanFileError
-            If the file is damaged, is no plan, is of another version, contradicts itself, or has settings that this
-            version does not have.
-        """
-        return load_file(path, FORMAT, cls._build)
 
     @classmethod
     def _build(
