@@ -17,13 +17,7 @@ DRIVER = 12000
 
 @cache
 def missing() -> str:
-    """Name the requirement of the backend that this machine lacks; evaluated once, never raises.
-
-    Returns
-    -------
-    str
-        Empty if CuPy is installed and sees a device with a recent driver.
-    """
+    """Name the requirement of the backend that this machine lacks, or nothing; evaluated once, never raises."""
     if importlib.util.find_spec("cupy") is None:
         return "CuPy is not installed (pip install 'sketchssm-decode[cuda12]' or 'sketchssm-decode[cuda13]')"
     try:
@@ -44,23 +38,10 @@ def missing() -> str:
 
 
 def load_layer_inputs(device: int, heads: int, dim: int, types: tuple[str, ...]) -> tuple[Any, Any]:
-    """Load the kernels between a PyTorch layer and a head on a GPU.
+    """Load the kernels between a PyTorch layer and a head on a GPU, for `heads` of `dim` elements.
 
-    Parameters
-    ----------
-    device : int
-        Number of the GPU.
-    heads, dim : int
-        Heads of a row, and elements of a head.
-    types : tuple of str
-        Types of activations, of raw gates, of rates and skips, and of biases.
-
-    Returns
-    -------
-    kernels : LayerInputs
-        The kernels, see `sketchssm.cuda.layer_kernels`.
-    stream : callable
-        Returns the context in which they are launched on PyTorch's current stream.
+    `types` are those of activations, of raw gates, of rates and skips, and of biases. Returns the kernels
+    (`LayerInputs`) and a function that returns the context in which they are launched on PyTorch's current stream.
     """
     import cupy
 

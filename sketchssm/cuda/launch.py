@@ -54,24 +54,11 @@ class Config(ctypes.Structure):
 class Launcher:
     """Launches one kernel for one caller, on CuPy's current stream; not from two threads at once.
 
-    The parameters of a kernel are: fixed ones, those that vary from launch to launch, and fixed ones again. Fixed
-    arguments are packed once.
-
-    Parameters
-    ----------
-    kernel : cupy.RawKernel
-        The kernel.
-    before : tuple
-        Fixed arguments: CuPy arrays, which the launcher keeps alive, and NumPy scalars; uint64 is an address.
-    varying : str
-        One letter for each argument that varies: "Q" an address, "q" int64, "i" int32.
-    after : tuple, optional
-        Fixed arguments behind them.
-    shared : int, default 0
-        Bytes of dynamic shared memory.
-    overlaps : bool, default True
-        Whether the kernel may start before the previous kernel has ended, if device and driver support this. The
-        kernel must then wait before it uses global memory that other kernels write.
+    The parameters of a kernel are: fixed ones (`before`), those that vary from launch to launch, and fixed ones again
+    (`after`). Fixed arguments are packed once: CuPy arrays, which the launcher keeps alive, and NumPy scalars; uint64
+    is an address. `varying` has a letter for each argument that varies: "Q" an address, "q" int64, "i" int32. `shared`
+    are bytes of dynamic shared memory. With `overlaps`, the kernel may start before the previous kernel has ended, if
+    device and driver support this: it must then wait before it uses global memory that other kernels write.
     """
 
     def __init__(

@@ -23,43 +23,21 @@ RESIDUAL_ALIGN = 16
 
 @dataclass(frozen=True)
 class PackedPlan:
-    """A plan as the kernels read it; see ``cuda_src/slot/sketch_layout.cuh``.
-
-    Attributes
-    ----------
-    heads : ndarray of int32, (heads, 4)
-        Rank (0: full state), offset in a slot's sketch, offset of the projection (with the map `subspace` the
-        residual's bits), offset of the basis fragments.
-    order : ndarray of int32, (heads,)
-        Full-state heads, then sketched ones.
-    full_state : int
-        Number of full-state heads.
-    slot_elements : int
-        Elements of one slot's sketches.
-    dtype : str
-        Type of these elements; bytes for codes.
-    projection : ndarray of float32
-        Rows ``Pi^T (G, K)`` of all sketched heads, one after the other; none with the map `subspace`.
-    basis : ndarray of uint16
-        Bases as matrix operands, in bf16 slices.
-    ridge : float
-        Ridge of the map.
-    constants : dict of str to int
-        Constants of the map's kernels.
-    adapts : bool, default False
-        Whether the map is `subspace`, so that ``encode.cu`` sketches.
-    """
+    """A plan as the kernels read it; see ``cuda_src/slot/sketch_layout.cuh``."""
 
     heads: npt.NDArray[np.int32]
-    order: npt.NDArray[np.int32]
-    full_state: int
-    slot_elements: int
-    dtype: str
+    """``(heads, 4)``: rank (0: full state), and offsets of the slot's sketch, of the projection (with the map `subspace`
+    the residual's bits) and of the basis fragments."""
+    order: npt.NDArray[np.int32]  # full-state heads, then sketched ones
+    full_state: int  # number of full-state heads
+    slot_elements: int  # of one slot's sketches
+    dtype: str  # of these elements; bytes for codes
     projection: npt.NDArray[np.float32]
-    basis: npt.NDArray[np.uint16]
+    """Rows ``Pi^T (G, K)`` of all sketched heads, one after the other; none with the map `subspace`."""
+    basis: npt.NDArray[np.uint16]  # bases as matrix operands, in bf16 slices
     ridge: float
-    constants: dict[str, int]
-    adapts: bool = False
+    constants: dict[str, int]  # of the map's kernels
+    adapts: bool = False  # whether the map is `subspace`, so that ``encode.cu`` sketches
 
 
 def basis_fragments(omega: npt.NDArray[Any], slices: int) -> npt.NDArray[np.uint16]:

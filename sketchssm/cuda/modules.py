@@ -32,12 +32,7 @@ class KernelCompileError(RuntimeError):
 class Variant:
     """One operation with all constants fixed.
 
-    Parameters
-    ----------
-    operation : str
-        Name of a kernel file at the top of `cuda_src/`, without its ending.
-    constants : dict
-        Preprocessor constants.
+    `operation` is the name of a kernel file at the top of `cuda_src/`, `constants` are those of the preprocessor.
     """
 
     def __init__(self, operation: str, constants: dict[str, int]) -> None:
@@ -93,24 +88,9 @@ _lock = threading.Lock()
 
 
 def load(variant: Variant, *, late: bool = False) -> Any:
-    """Compiled module of a variant on the current device.
+    """Compiled module of a variant on the current device; KernelCompileError if the compiler rejects the source.
 
-    Parameters
-    ----------
-    variant : Variant
-        The variant.
-    late : bool, default False
-        Warn if the module is not loaded yet, because a step is waiting for it.
-
-    Returns
-    -------
-    cupy.RawModule
-        The module.
-
-    Raises
-    ------
-    KernelCompileError
-        If the compiler rejects the source.
+    With `late`, warn if the module is not loaded yet, because a step is waiting for it.
     """
     import cupy
 

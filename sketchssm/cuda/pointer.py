@@ -6,16 +6,9 @@ from sketchssm.cuda.constants import COUNTED, WIDE
 
 
 class Pointer:
-    """Rows of an argument.
+    """Rows of an argument: address of the first row, shape, and bytes from row to row and from token to token.
 
-    Parameters
-    ----------
-    address : int
-        Address of the first row.
-    shape : tuple of int
-        Rows first; then, for outputs, tokens.
-    row, step : int
-        Bytes from one row to the next, and from one token to the next.
+    The shape has rows first; then, for outputs, tokens.
     """
 
     __slots__ = ("address", "row", "shape", "step")
@@ -30,18 +23,10 @@ class Pointer:
 
 
 class Slots:
-    """Slot numbers of a call, or counts of tokens: an integer for each row.
+    """Slot numbers of a call, or counts of tokens: a contiguous integer for each row, ``(rows,)``.
 
-    Parameters
-    ----------
-    address : int
-        Address of the first number; the numbers are contiguous.
-    shape : tuple of int
-        ``(rows,)``.
-    flags : int
-        `WIDE` if they are int64, not int32; `COUNTED`.
-    scan : (int, int), default (0, 0)
-        Rows of the call, counted from the first of these, that may name the same slot; (0, 0) if the host has checked.
+    `flags` are `WIDE`, if they are int64, and `COUNTED`. `scan` are the rows of the call, counted from the first of
+    these, that may name the same slot; (0, 0) if the host has checked.
     """
 
     __slots__ = ("address", "flags", "scan", "shape")
@@ -74,12 +59,7 @@ class Slots:
 class StepInputs:
     """A step's q, k, v, g and beta; zeros if the layer has no beta.
 
-    Parameters
-    ----------
-    addresses : sequence of int
-        Addresses of the first rows.
-    row_strides, steps : tuple of int
-        Bytes of each array from one row to the next, and from one token to the next.
+    Addresses of the first rows, and bytes of each array from row to row and from token to token (`steps`).
     """
 
     __slots__ = ("addresses", "row_strides", "steps")

@@ -22,18 +22,10 @@ class CallLock:
         _locks.add(self)
 
     def held(self) -> AbstractContextManager[Any]:
-        """Context of a call; waits until the call of another thread has returned.
+        """Context of a call, which waits until the call of another thread has returned.
 
-        Returns
-        -------
-        context manager
-            Holds the lock.
-
-        Raises
-        ------
-        RuntimeError
-            If this thread is within another call of the head, or another thread of the parent process was when this
-            process was forked.
+        RuntimeError if this thread is within another call of the head, or another thread of the parent process was
+        when this process was forked.
         """
         if self._lock._is_owned():
             raise RuntimeError(

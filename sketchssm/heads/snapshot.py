@@ -119,31 +119,9 @@ def owner_of(
     state_dtype: str,
     parts: Iterable[SlotPart],
 ) -> dict[str, Any]:
-    """Describe the owner of slots, in types of JSON.
+    """Describe the owner of slots, in types of JSON: equal for heads that may exchange slots.
 
-    Parameters
-    ----------
-    system : str
-        Name of the head's class.
-    backend : str
-        Where it runs.
-    layer : Layer
-        Kind and shape.
-    window : int
-        Tokens of a window.
-    plan : str or None
-        Fingerprint of a sketch's plan.
-    gate : GateInput or None
-        The head's gate.
-    state_dtype : str
-        Type of its states.
-    parts : iterable of SlotPart
-        Parts of a slot.
-
-    Returns
-    -------
-    dict
-        Equal for heads that may exchange slots.
+    `system` is the name of the head's class, `plan` the fingerprint of a sketch's plan.
     """
     return {
         "system": system,

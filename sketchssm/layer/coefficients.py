@@ -30,25 +30,17 @@ against 6e-3 with 1e-5).
 
 
 class MapForm(NamedTuple):
-    """The fixed part of a coefficient map.
-
-    Attributes
-    ----------
-    storage : {"dense", "factors", "shared"}
-        What each state stores beside its sketch: the matrix C ``(G, K)``; the factors of C, P rows of K and
-        ``G P + G`` numbers; or nothing, because one matrix ``(G, K)`` per head serves all states.
-    weighted : bool
-        Whether the map reads through the E0-orthonormal basis and its projection ``E0 Omega``.
-    ridge : float or None
-        Default regularisation, relative to the mean diagonal of the state metric. None: the map has no ridge.
-    pivots : int or None
-        Default pivot count P. None: the map has no pivots.
-    """
+    """The fixed part of a coefficient map."""
 
     storage: str
+    """What each state stores beside its sketch. "dense": the matrix C ``(G, K)``; "factors": the factors of C, P rows
+    of K and ``G P + G`` numbers; "shared": nothing, because one matrix ``(G, K)`` per head serves all states."""
     weighted: bool
+    """Whether the map reads through the E0-orthonormal basis and its projection ``E0 Omega``."""
     ridge: float | None
+    """Default regularisation, relative to the mean diagonal of the state metric. None: the map has no ridge."""
     pivots: int | None
+    """Default pivot count P. None: the map has no pivots."""
 
 
 FORMS = {

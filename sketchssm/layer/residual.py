@@ -42,19 +42,9 @@ def check_residual_bits(bits: Any) -> int:
 
 
 def residual_bytes(bits: npt.ArrayLike, key_dim: int, value_dim: int) -> npt.NDArray[np.float64]:
-    """Bytes that a state stores as its residual.
+    """Bytes of the codes and scales that a state stores as its residual, in the shape of `bits`.
 
-    Parameters
-    ----------
-    bits : array_like
-        Bits of a code, 0 for no residual; fractions stand for the mean of a budget.
-    key_dim, value_dim : int
-        K and V.
-
-    Returns
-    -------
-    ndarray of float64
-        Bytes of the codes and scales, in the shape of `bits`.
+    `bits` are those of a code, 0 for no residual; fractions stand for the mean of a budget.
     """
     b = np.asarray(bits, dtype=np.float64)
     return b * (key_dim * value_dim / 8) + SCALE_BYTES * (key_dim + value_dim) * (b > 0)

@@ -39,20 +39,7 @@ class Residual(NamedTuple):
 
 
 def encode_residual(residual: Array, bits: int) -> Residual:
-    """Code residuals.
-
-    Parameters
-    ----------
-    residual : ndarray, (..., V, K)
-        What the sketch leaves of each state.
-    bits : {1, 2, 3}
-        Bits of a code.
-
-    Returns
-    -------
-    Residual
-        Codes and scales.
-    """
+    """Code residuals ``(..., V, K)``, what the sketch leaves of each state, in 1 to 3 bits."""
     rows = _bfloat16(STEPS[bits] * GAINS[bits] * np.sqrt(np.square(residual).mean(-1)))
     steps = (rows / GAINS[bits])[..., :, None]
     columns = _bfloat16(np.sqrt(np.square(_quotient(STEPS[bits] * residual, steps)).mean(-2)))
@@ -64,19 +51,9 @@ def encode_residual(residual: Array, bits: int) -> Residual:
 def residual_read(
     form: SketchFormat, map: CoefficientMap, state: Array, omega: Array, projection: Array, *, bits: int
 ) -> Array:
-    """The matrix of a state read through a sketch and its residual.
+    """The matrix ``(..., V, K)`` of a state read through a sketch and a residual of some bits, 0 for the sketch alone.
 
-    Parameters
-    ----------
-    form, map, state, omega, projection
-        As of `sketchssm.reference.codes.sketched_read`.
-    bits : int
-        Bits of the residual's codes; 0 for the sketch alone.
-
-    Returns
-    -------
-    ndarray, (..., V, K)
-        The read of an effective query x is its product with x.
+    The read of an effective query x is its product with x; arguments as of `sketchssm.reference.codes.sketched_read`.
     """
     low = sketched_read(form, map, state, omega, projection)
     if not bits:
