@@ -99,26 +99,16 @@ class DecodeLayer(torch.nn.Module):  # type: ignore[misc]
         draft: bool = False,
         lengths: Any = None,
     ) -> torch.Tensor:
-        """Decode one token, several in order, or a draft, for each row of a batch; see `DecodeHead.step`.
+        """Decode one token, several in order, or a draft, for each row of a batch.
 
         Parameters
         ----------
-        q, k : torch.Tensor, (batch, [tokens,] key_heads, K)
-            Queries and keys.
-        v : torch.Tensor, (batch, [tokens,] heads, V)
-            Values.
-        g : torch.Tensor, (batch, [tokens,] heads) or, for kda and gla, (batch, [tokens,] heads, K)
-            Log-decays, or raw gate inputs.
-        beta : torch.Tensor, (batch, [tokens,] heads), optional
-            Write gates; None for mamba2 and gla.
-        slots : torch.Tensor of int, (batch,), optional
-            State slot of each row. Default: row i uses slot i.
+        q, k, v, g, beta, slots : torch.Tensor
+            See `DecodeHead.step`.
         out : torch.Tensor, optional
             Where to write the outputs; must share no memory with another argument.
-        draft : bool, default False
-            Whether the tokens are drafts; `commit` then keeps the accepted tokens.
-        lengths : torch.Tensor of int, (batch,), optional
-            Number of each row's drafts. Default: all.
+        draft, lengths : bool and torch.Tensor, optional
+            See `DecodeHead.step`.
 
         Returns
         -------
@@ -135,10 +125,8 @@ class DecodeLayer(torch.nn.Module):  # type: ignore[misc]
 
         Parameters
         ----------
-        state : torch.Tensor, (batch, heads, V, K)
-            States.
-        slots : torch.Tensor of int, (batch,), optional
-            Slot of each row. Default: row i goes to slot i.
+        state, slots : torch.Tensor
+            States ``(batch, heads, V, K)``, and the slot of each row. Default: row i goes to slot i.
         """
         torch.ops.sketchssm.load_state(self.order, self.name, state, slots)
 
@@ -159,10 +147,8 @@ class DecodeLayer(torch.nn.Module):  # type: ignore[misc]
 
         Parameters
         ----------
-        accepted : torch.Tensor of int, (batch,)
-            How many tokens to keep.
-        slots : torch.Tensor of int, (batch,), optional
-            Slot of each row. Default: row i uses slot i.
+        accepted, slots : torch.Tensor of int, (batch,)
+            How many tokens to keep, and the slot of each row. Default: row i uses slot i.
         """
         torch.ops.sketchssm.commit(self.order, self.name, accepted, slots)
 

@@ -183,14 +183,8 @@ class SketchHead(ExactHead):
         ----------
         plan : SketchPlan
             Bases, ranks and settings of the layer.
-        backend : str
-            As for the head.
-        sketch_dtype, gate : optional
-            As for the head.
-        activation_dtype, state_dtype : str
+        backend, sketch_dtype, gate, activation_dtype, state_dtype, monitor : optional
             As for the head. On ``cuda`` the activations' type is required.
-        monitor : int
-            As for the head.
 
         Returns
         -------

@@ -25,15 +25,7 @@ class StandardHead(ExactHead):
         Kind and shape.
     num_slots : int
         Number of state slots.
-    backend : {"auto", "reference", "cpu", "cuda"}, default "auto"
-        Where to run; see `SketchHead`.
-    gate : GateInput, optional
-        See `SketchHead`.
-    activation_dtype, output_dtype : {"bfloat16", "float16", "float32"}, optional
-        ``cuda`` only: types of q, k and v, and of outputs; see `SketchHead`.
-    pad_slot : int, default -1
-        See `SketchHead`.
-    memory : mapping of str to array, optional
+    backend, gate, activation_dtype, output_dtype, pad_slot, memory : optional
         See `SketchHead`.
     state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
         Type of the states. A 16-bit type rounds a state at every token.
@@ -78,13 +70,7 @@ class StandardHead(ExactHead):
         ----------
         layer : Layer
             Kind and shape.
-        backend : str
-            As for the head.
-        gate : GateInput, optional
-            As for the head.
-        activation_dtype, state_dtype : str
-            As for the head.
-        drafts : int, default 0
+        backend, gate, activation_dtype, state_dtype, drafts : optional
             As for the head.
 
         Returns
@@ -111,21 +97,11 @@ class ReplayHead(ExactHead):
         Kind and shape.
     num_slots : int
         Number of state slots.
-    backend : {"auto", "reference", "cpu", "cuda"}, default "auto"
-        Where to run; see `SketchHead`.
+    backend : str, optional
+        See `SketchHead`.
     window : int, default 16
         Tokens from one flush to the next (W).
-    gate : GateInput, optional
-        See `SketchHead`.
-    activation_dtype, output_dtype : {"bfloat16", "float16", "float32"}, optional
-        ``cuda`` only: types of q, k and v, and of outputs; see `SketchHead`.
-    pad_slot : int, default -1
-        See `SketchHead`.
-    memory : mapping of str to array, optional
-        See `SketchHead`.
-    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
-        See `SketchHead`.
-    phase : int, optional
+    gate, activation_dtype, output_dtype, pad_slot, memory, state_dtype, phase : optional
         See `SketchHead`.
     """
 
@@ -166,13 +142,7 @@ class ReplayHead(ExactHead):
         ----------
         layer : Layer
             Kind and shape.
-        backend : str
-            As for the head.
-        window : int, default 16
-            As for the head.
-        gate : GateInput, optional
-            As for the head.
-        activation_dtype, state_dtype : str
+        backend, window, gate, activation_dtype, state_dtype : optional
             As for the head.
 
         Returns

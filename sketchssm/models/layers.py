@@ -245,36 +245,26 @@ def kda_inputs(
 
     Parameters
     ----------
-    q, k : array_like
-        After the short convolution, shape ``(batch, [tokens,] key_heads, K)``.
-    v : array_like
-        After the short convolution, shape ``(batch, [tokens,] heads, V)``.
+    q, k, v : array_like
+        See `gdn_inputs`.
     a : array_like, optional
         Raw decay (``g`` before fla's gate), shape ``(batch, [tokens,] heads, K)``.
     b : array_like, optional
-        Raw write gate before its sigmoid, shape ``(batch, [tokens,] heads)``.
+        See `gdn_inputs`.
     A_log : array_like, optional
         Logarithm of the decay rate, shape ``(heads,)``, or ``(1, 1, heads, 1)`` as in checkpoints of Kimi Linear;
         needed with `a`, except with a `lower_bound`, whose gate without a rate is that with a rate of 1.
     dt_bias : array_like, optional
         Added to `a` first, shape ``(heads, K)`` or, as in checkpoints, ``(heads * K,)``.
-    scale : float, optional
-        Factor of q; default ``K ** -0.5``.
-    l2norm : bool
-        False if q and k are already normalised.
-    eps : float, optional
-        Added to the squared norm, as fla does. Default: 1e-6; only with `l2norm`.
-    allow_neg_eigval : bool
-        Double ``sigmoid(b)``; fla has an option of this name.
+    scale, l2norm, eps, allow_neg_eigval : optional
+        See `gdn_inputs`.
     lower_bound : float, optional
         Negative. Selects fla's bounded gate, ``g = lower_bound * sigmoid(exp(A_log) * (a + dt_bias))``, instead of
         the softplus gate. The bounded gate is another function, not a clamp.
     clamp_min : float, optional
         Negative. Lower bound of the softplus gate: smaller log-decays become this value.
-    g : array_like, optional
-        Instead of `a`: the log-decay itself, the shape of `a`. Then the arguments that belong to `a` are refused.
-    beta : array_like, optional
-        Instead of `b`: the write gate itself, the shape of `b`.
+    g, beta : array_like, optional
+        See `gdn_inputs`.
 
     Returns
     -------
@@ -284,8 +274,7 @@ def kda_inputs(
     Raises
     ------
     ValueError
-        If an array does not fit the others, a bound is not negative, both bounds are given, a gate is given raw and
-        finished, or neither, or a log-decay is above 0.
+        As `gdn_inputs`, and if a bound is not negative or both bounds are given.
     """
     given = v
     v, lead, heads, _ = values("v", v)

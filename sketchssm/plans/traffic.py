@@ -3,7 +3,8 @@
 Every function counts the bytes of state, sketch and map that one head of one sequence reads and writes per token,
 averaged over the tokens of a window. A full state is ``D = 4 K V`` bytes in float32, and half of that
 in 16 bits. As in the paper, three things are not counted: ring buffers, writes of sketches and maps, and the bases and
-projections that all sequences share.
+projections that all sequences share. Every function refuses
+unknown kinds, maps and types, and numbers out of range, with a ValueError.
 """
 
 from __future__ import annotations
@@ -50,11 +51,6 @@ def state_bytes(key_dim: int, value_dim: int, state_dtype: str = "float32") -> f
     -------
     float
         ``D``.
-
-    Raises
-    ------
-    ValueError
-        If the type is unknown.
     """
     check_choice("state_dtype", state_dtype, STATE_BYTES)
     _check_shape(key_dim, value_dim)
@@ -68,18 +64,13 @@ def standard(key_dim: int, value_dim: int, state_dtype: str = "float32") -> floa
     ----------
     key_dim, value_dim : int
         K and V.
-    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
-        Type of states in memory.
+    state_dtype : str, default "float32"
+        See `state_bytes`.
 
     Returns
     -------
     float
         ``2 D``.
-
-    Raises
-    ------
-    ValueError
-        If the type is unknown.
     """
     return 2 * state_bytes(key_dim, value_dim, state_dtype)
 
@@ -93,18 +84,13 @@ def replay(key_dim: int, value_dim: int, window: int = 16, state_dtype: str = "f
         K and V.
     window : int, default 16
         W.
-    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
-        Type of states in memory.
+    state_dtype : str, default "float32"
+        See `state_bytes`.
 
     Returns
     -------
     float
         ``D + D / W``.
-
-    Raises
-    ------
-    ValueError
-        If the window is shorter than a token, or the type is unknown.
     """
     state = state_bytes(key_dim, value_dim, state_dtype)
     return state + state / check_size("window", window)
@@ -118,20 +104,16 @@ def compressed(key_dim: int, value_dim: int, *, bits: float | None = None, spars
     key_dim, value_dim : int
         K and V.
     bits : float, optional
-        Bits per element of a quantised state. With 16-bit scales along both dimensions
-        (DSQ) the compression is ``32 / (bits + 16 (K + V) / (K V))``.
+        Bits per element of a quantised state. With 16-bit scales along both dimensions (DSQ) the compression is
+        ``32 / (bits + 16 (K + V) / (K V))``.
     sparsity : float, optional
         Share of the rows or channels that pruning removes (GHOST, DRRQR); the compression is ``1 / (1 - sparsity)``.
+        Exactly one of `bits` and `sparsity` is given.
 
     Returns
     -------
     float
         ``2 D / C_rate``.
-
-    Raises
-    ------
-    ValueError
-        Unless exactly one of `bits` and `sparsity` is given, in range.
     """
     if (bits is None) == (sparsity is None):
         raise ValueError("compressed: expected either bits or sparsity")
@@ -159,11 +141,6 @@ def read_only_copy(key_dim: int, value_dim: int, bits: float, window: int = 16) 
     -------
     float
         ``((W - 1) D / C_rate + 2 D) / W``, from the appendix *Ablation of Preserving Full-State Updates*.
-
-    Raises
-    ------
-    ValueError
-        If the bits are not positive or the window is shorter than a token.
     """
     reads = check_size("window", window) - 1
     return (reads * _quantised(key_dim, value_dim, bits) + standard(key_dim, value_dim)) / window
@@ -209,11 +186,6 @@ def sketch_read(
     -------
     ndarray of float64
         Bytes, in the shape of `rank`.
-
-    Raises
-    ------
-    ValueError
-        If the kind, the map, a rank or a type is invalid.
     """
     check_choice("kind", kind, KINDS)
     state, map = state_bytes(key_dim, value_dim, state_dtype), CoefficientMap.of(map)
@@ -243,32 +215,15 @@ def sketch(
 
     Parameters
     ----------
-    kind : {"mamba2", "gdn", "kda", "gla"}
-        Which recurrence.
-    key_dim, value_dim : int
-        K and V.
-    rank : array_like
-        Ranks G; `FULL_STATE` for a head that reads its full state.
-    window : int, default 16
-        W.
-    map : CoefficientMap or str, default "ridge"
-        Coefficient map, see `sketch_read`.
-    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
-        Type of states in memory.
-    sketch_dtype : {"float32", "bfloat16", "int8"}, default "bfloat16"
-        Format of sketches and maps, see `sketch_read`.
-    residual_bits : array_like, default 0
-        Bits of the residuals' codes, see `sketch_read`.
+    kind, key_dim, value_dim, rank : str, int, int and array_like
+        See `sketch_read`.
+    window, map, state_dtype, sketch_dtype, residual_bits : optional
+        See `sketch_read`.
 
     Returns
     -------
     ndarray of float64
         ``((W - 1) T_G + 2 D) / W`` in the shape of `rank`, with ``T_G`` from `sketch_read`.
-
-    Raises
-    ------
-    ValueError
-        If the kind, the map, the window, a rank or a type is invalid.
     """
     form: Any = {"sketch_dtype": sketch_dtype, "residual_bits": residual_bits}
     read = sketch_read(kind, key_dim, value_dim, rank, window, map, state_dtype, **form)
@@ -291,32 +246,17 @@ def reduction(
 
     Parameters
     ----------
-    kind : {"mamba2", "gdn", "kda", "gla"}
-        Which recurrence.
-    key_dim, value_dim : int
-        K and V.
+    kind, key_dim, value_dim : str, int and int
+        Which recurrence, K and V.
     rank : array_like
         One rank, or the rank of each head; `FULL_STATE` for a full read. The result is a ratio of sums over heads.
-    window : int, default 16
-        W.
-    map : CoefficientMap or str, default "ridge"
-        Coefficient map, see `sketch_read`.
-    state_dtype : {"float32", "bfloat16", "float16"}, default "float32"
-        Type of states in memory.
-    sketch_dtype : {"float32", "bfloat16", "int8"}, default "bfloat16"
-        Format of sketches and maps, see `sketch_read`.
-    residual_bits : array_like, default 0
-        Bits of the residuals' codes, see `sketch_read`.
+    window, map, state_dtype, sketch_dtype, residual_bits : optional
+        See `sketch_read`.
 
     Returns
     -------
     float
         Bytes of standard decode / bytes with sketches.
-
-    Raises
-    ------
-    ValueError
-        If the kind, the map, the window, a rank or a type is invalid.
 
     Examples
     --------

@@ -61,14 +61,8 @@ class ChannelScores:
 
         Parameters
         ----------
-        q, k : array, (batch, tokens, key_heads, K)
-            Queries and keys, normalised and scaled.
-        v : array, (batch, tokens, heads, V)
-            Values.
-        g : array, (batch, tokens, heads) or, for kda and gla, (batch, tokens, heads, K)
-            Log-decays, <= 0.
-        beta : array, (batch, tokens, heads), optional
-            Write gates; None for mamba2 and gla.
+        q, k, v, g, beta : array
+            See `DecodeHead.step`, with a tokens axis.
         state : array_like, (batch, heads, V, K), optional
             States at the start of the sequences, such as those that the previous call returned; default zeros.
 
