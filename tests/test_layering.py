@@ -21,7 +21,6 @@ KNOW_FRAMEWORKS = {
         "study.bench.peers",
         "study.bench.authors_process",
         "calibrate.distributed",
-        "calibrate.perturbation",
         "torch",
     )
 } | {f"sketchssm.{room}" for room in ("transformers", "serving", "vllm")}

@@ -8,8 +8,8 @@ import pytest
 from tiny_models import make, prompt, qwen
 
 import sketchssm as ss
-from sketchssm.calibrate import perturbation
-from sketchssm.calibrate.perturbation import divergence, noisy, output_weights
+from sketchssm.transformers import perturbation
+from sketchssm.transformers.perturbation import divergence, noisy, output_weights
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

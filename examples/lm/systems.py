@@ -8,7 +8,6 @@ from recurrence import Recorder
 from torch.nn import functional as F
 
 import sketchssm as ss
-from sketchssm.calibrate.perturbation import divergence, noisy, output_weights
 from sketchssm.cuda import MAX_RANK
 from sketchssm.layer.recurrence import Tokens
 from sketchssm.study.evaluate.baselines import (
@@ -18,6 +17,7 @@ from sketchssm.study.evaluate.baselines import (
     read_only_systems,
 )
 from sketchssm.study.systems import exact_systems, sketch_system
+from sketchssm.transformers.perturbation import divergence, noisy, output_weights
 
 
 @dataclass(frozen=True)

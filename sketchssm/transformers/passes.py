@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sketchssm.arrays import interop
-from sketchssm.calibrate.perturbation import divergence, noisy, output_weights
 from sketchssm.calibrate.sums import Accumulator
 from sketchssm.layer.recurrence import Tokens
 from sketchssm.transformers.modeling import Call, RecurrentLayer, block_of, intercepted, layers
+from sketchssm.transformers.perturbation import divergence, noisy, output_weights
 from sketchssm.transformers.recording import check_no_cache, host_inputs
 from sketchssm.transformers.text import Ids, run_row
 
