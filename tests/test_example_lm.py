@@ -179,6 +179,24 @@ def test_sketches_of_a_format_have_a_name_of_their_own(lm):
             assert layer.plan.sketch_dtype == form
 
 
+def test_ranks_by_perturbation(lm):
+    """Scores are like those by gradients, which have the samples too; systems are named after their scores."""
+    model = tiny(lm, "kda")
+    calibrations = lm["systems"].calibrate(model, ids(6, 64), window=8, perturb=True)
+    found, exact = ([getattr(x, kind) for x in calibrations.values()] for kind in ("perturbed", "scores"))
+    for one, other in zip(found, exact, strict=True):
+        assert one.weighting == "perturbation" and np.array_equal(one.samples, other.samples)
+    curves = [np.log(np.concatenate([x.objective()[:, 1] for x in own])) for own in (found, exact)]
+    assert np.corrcoef(*curves)[0, 1] > 0.8  # 0.97; other scores of random heads have nothing in common
+    given = ["--systems", "sketch", "--ranks", "2", "--method", "perturbation", "gradient", "--window", "8"]
+    options = lm["evaluate"].arguments([*given, "--model", "m", "--tokens", "t"])
+    *_, perturbed, graded = lm["evaluate"].listed(options, calibrations)
+    for system, scores, name in ((perturbed, found, "perturbation"), (graded, exact, "gradient")):
+        assert system.name.endswith(f"rank 2, by {name}")
+        for layer, ranks in zip(system.layers.values(), ss.allocate_ranks(scores, 2).ranks, strict=True):
+            assert np.array_equal(layer.plan.ranks, ranks)
+
+
 def test_joint_systems_score_answers_alone(lm):
     """Ranks and bits are those of the library's allocation; gradients are of the answers' loss."""
     model, text = tiny(lm, "gdn"), np.random.default_rng(0).integers(VOCAB, size=2000)
