@@ -57,6 +57,8 @@ def test_plans_are_those_of_the_scores(made, calibration):
     planned, allocation = joint_plans(bases, joint, 3.0, answers)
     plans = calibration.plans(reduction=3)
     same(plans, dict(zip(LAYERS, planned, strict=True)))
+    assert any((plan.ranks > 2).any() for plan in plans.values())
+    assert all((plan.ranks <= 2).all() for plan in calibration.plans(reduction=3, rank_max=2).values())
     assert plans.fingerprint == MODEL
     assert (plans.allocation.method, plans.allocation.gap) == ("joint", allocation.gap)
     assert plans.allocation.tokens == 160
@@ -98,10 +100,16 @@ def test_refusals(calibration, made, tmp_path):
     with pytest.raises(ValueError, match=r"^layers: expected layers.0, layers.2 of the fingerprint"):
         ss.Calibration({"layers.0": calibration.layers["layers.0"]}, MODEL)
     bare = {name: LayerCalibration(own.basis, own.ranks) for name, own in calibration.layers.items()}
-    with pytest.raises(ValueError, match="expected scores of residuals, which were not collected"):
+    with pytest.raises(ValueError, match=r"^calibration: expected scores of residuals, as reduction and .* need, got"):
         ss.Calibration(bare, MODEL).plans(reduction=3)
     with pytest.raises(ValueError, match=r"^sketch_dtype: expected 'int8' of the joint scores, got 'float32'"):
         calibration.plans(reduction=3, sketch_dtype="float32")
+    with pytest.raises(ValueError, match=r"^rank_max: expected at most the largest scored rank, 8, got 9"):
+        calibration.plans(reduction=3, rank_max=9)
+    with pytest.raises(ValueError, match=r"^mean_rank: expected none beside a reduction, got 2"):
+        calibration.plans(2, 3)
+    with pytest.raises(ValueError, match=r"^method: expected 'gradient', 'perturbation', .* got 'sensitivity'"):
+        calibration.plans(reduction=3, method="sensitivity")
     path = tmp_path / "c.safetensors"
     calibration.save(path)
     fields, tensors = parts_of(path)

@@ -196,6 +196,16 @@ def test_a_kept_calibration_gives_plans(folder, plans, tmp_path):
     assert wanted.allocation.method == "joint"
 
 
+def test_a_calibration_is_kept_where_no_plans_meet_the_budget(folder, tmp_path):
+    """It has taken the time. Its joint scores are those of the plans' format."""
+    kept, out = tmp_path / "c.safetensors", tmp_path / "p.safetensors"
+    arguments = ["--model", folder, "--text", folder / "text.txt", *SHORT, "--window", 4, "--method", "error"]
+    more = ["--sketch-dtype", "bfloat16", "--keep", kept, "--out", out]
+    result = invoke("calibrate", *arguments, "--reduction", 99, *more, code=2)
+    assert "reduction: expected at most" in result.stderr
+    invoke("calibrate", "--from", kept, "--reduction", 1.5, "--sketch-dtype", "bfloat16", "--out", out)
+
+
 def published(folder, spoil=lambda contents: None):
     """A file by the authors' documented format, of the first two layers' scores with one basis for two heads."""
     rng = np.random.default_rng(0)
@@ -269,6 +279,7 @@ TASKS = f"{EVALUATE} --length 80 --plans standard --tasks keys"
     (
         ("calibrate --out x", "TRACES: expected trace files, or --model DIR"),
         ("calibrate --out x --from {}/text.npy --model {}", "--model: has no effect with --from"),
+        (f"{CALIBRATE} --reduction 9 --mean-rank 3", "--mean-rank: has no effect with --reduction"),
         ("calibrate --out x --keep y {}/text.npy", "--keep: has no effect without --model"),
         ("calibrate --out x --rows 3", "--rows: has no effect without --model"),
         ("calibrate --out x --resume y {}/text.npy", "--resume: has no effect without --model"),

@@ -264,8 +264,8 @@ def test_error_only(rng):
     assert np.array_equal(scores.objective(), scores.objective("error"))
     with pytest.raises(ValueError, match="needs gradients"):
         scores.objective("gradient")
-    for one, other in ((scores, grad), (graded, None)):
-        with pytest.raises(ValueError, match="the same one, or neither, at every update"):
+    for one, other, came in ((scores, grad, "grad after neither"), (graded, None, "neither after grad")):
+        with pytest.raises(ValueError, match=f"the same one, or neither, at every update, got {came}$"):
             one.update(*tokens, grad=other)
     with pytest.raises(ValueError, match="the same weighting"):
         scores + graded
@@ -296,7 +296,7 @@ def test_refusals(rng):
             scores.update(*tokens, weight=wrong[..., 0])
     with pytest.raises(ValueError, match=r"^weight: expected numbers of at least 0, got -"):
         scores.update(*tokens, weight=grad[..., 0])
-    with pytest.raises(ValueError, match=r"^grad, weight: expected the same one"):
+    with pytest.raises(ValueError, match=r"^grad, weight: expected the same one, .* got grad and weight$"):
         scores.update(*tokens, grad=grad, weight=np.abs(grad[..., 0]))
     assert scores.weighting is None and not scores.samples.any()
     with pytest.raises(ValueError, match="method"):

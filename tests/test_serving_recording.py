@@ -165,6 +165,14 @@ def test_input_that_sums_refuse_ends_the_recording(rng, tmp_path):
     assert not serve(made, records, tokens, 0, [(0, 40)]).chunks
 
 
+def test_a_file_that_can_not_be_written(tmp_path):
+    for path in (tmp_path, tmp_path / "none" / "x"):
+        with pytest.raises(
+            ValueError, match=r"^plans: expected 'record:FILE', a file in a folder that can be written"
+        ):
+            recorder(path)
+
+
 @pytest.mark.parametrize("bound", (None, -5.0))
 def test_log_decays_of_raw_gates(rng, bound):
     gate, raw = gate_of(rng, LAYERS["kda"], bound), raw_of(rng, LAYERS["kda"], 1, 20)[0]

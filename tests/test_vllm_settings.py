@@ -74,6 +74,11 @@ def test_wrong_settings(given, kind, words):
         Settings.find({}, {"sketchssm": given})
 
 
+def test_wrong_json():
+    with pytest.raises(ValueError, match=r"^SKETCHSSM_VLLM: expected .* or JSON, got '\{plans: replay\}': Expecting"):
+        Settings.find({"SKETCHSSM_VLLM": "{plans: replay}"}, None)
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
@@ -143,6 +148,10 @@ def test_plans_of_a_calibration(rng, tmp_path):
         assert found["layers.0"].fingerprint == made.plans(budget)["layers.0"].fingerprint
     with pytest.raises(ValueError, match="scores of residuals"):
         plans.load_plans(path, reduction=8)
+    with pytest.raises(
+        FileNotFoundError, match=r"^plans: expected a file or folder of plans, got .*none, which does not"
+    ):
+        plans.load_plans(str(tmp_path / "none"), reduction=8)
     made.plans(2).save(path)
     with pytest.raises(ValueError, match=r"^mean_rank: expected none, as .* holds no calibration, got 2"):
         plans.load_plans(path, mean_rank=2)

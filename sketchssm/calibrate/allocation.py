@@ -156,7 +156,8 @@ def allocate_ranks(
     if method not in ("error", "uniform"):
         for index, layer in enumerate(layers):
             if layer.weighting not in (None, "error") and not layer.sensitivity.any():
-                raise ValueError(f"scores: {method!r} needs {layer.weighting}s, got only zeros for layer {index}")
+                what = "weights" if layer.weighting == "perturbation" else "gradients"
+                raise ValueError(f"scores: {method!r} needs {what}, got only zeros for layer {index}")
     width = max(layer.rank_max for layer in layers)
     if rank_max is not None and check_size("rank_max", rank_max) > width:
         raise ValueError(f"rank_max: expected at most the largest scored rank, {width}, got {rank_max}")
@@ -183,6 +184,14 @@ def allocate_ranks(
     spent = Traffic(used, before / after)
     chosen = ranks[0] if single else ranks
     return Allocation(chosen, objective, bound, budget, spent, method, cost.form.name, residual_bits)
+
+
+def budget_rank(mean_rank: Any, reduction: Any) -> float:
+    """Check the mean rank of a budget, by default 7; ValueError beside a reduction, which is a budget of its own."""
+    if None not in (mean_rank, reduction):
+        raise ValueError(f"mean_rank: expected none beside a reduction, got {mean_rank!r}")
+    check_mean_rank(7 if mean_rank is None else mean_rank)
+    return 7.0 if mean_rank is None else float(mean_rank)
 
 
 def check_mean_rank(mean_rank: Any) -> None:

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.calibrate.joint import JointScores, some_bits
+from sketchssm.calibrate.allocation import budget_rank
+from sketchssm.calibrate.joint import JointScores, some_scores
 from sketchssm.calibrate.plans import (
     joint_plans,
     mean_retained,
@@ -142,7 +143,7 @@ class Calibration:
 
     def plans(
         self,
-        mean_rank: float = 7.0,
+        mean_rank: float | None = None,
         reduction: float | None = None,
         *,
         map: str | CoefficientMap | None = None,
@@ -155,8 +156,8 @@ class Calibration:
 
         Parameters
         ----------
-        mean_rank : float, default 7
-            Budget: the read traffic of all heads of all layers at this rank.
+        mean_rank : float, optional
+            Budget: the read traffic of all heads of all layers at this rank. Default: 7, without a `reduction`.
         reduction : float, optional
             Budget of plans with residuals, in place of `mean_rank`: how many times less state traffic than standard
             decode.
@@ -286,7 +287,7 @@ def scores_of_sums(
 
 def make_plans(
     calibration: Calibration,
-    mean_rank: float,
+    mean_rank: float | None,
     reduction: float | None,
     *,
     map: str | CoefficientMap | None,
@@ -297,13 +298,14 @@ def make_plans(
 ) -> tuple[dict[str, SketchPlan], AllocationSummary]:
     """Plans by the names of the layers, and how ranks were allocated; see `Calibration.plans`."""
     chosen, form, bits = residual_settings(map, sketch_dtype, residual_bits, method, reduction)
+    mean_rank = budget_rank(mean_rank, reduction)
     layers = calibration.layers
     bases: Any = [own.basis for own in layers.values()]
     if bits and method != "uniform":
-        joint = _joint_scores(calibration, "joint", bits, method, form)
+        joint = _joint_scores(calibration, "joint", bits, method, form, rank_max)
         answers = None
         if all(own.answers is not None for own in layers.values()) and method != "error":
-            answers = _joint_scores(calibration, "answers", bits, method, form)
+            answers = _joint_scores(calibration, "answers", bits, method, form, rank_max)
         shapes = [basis.layer for basis in bases]
         budget = reduction or reduction_of(shapes, bases[0].window, mean_rank, form, residual_bits)
         planned, allocation = joint_plans(bases, joint, budget, answers)
@@ -323,18 +325,21 @@ def _collected(calibration: Calibration, kind: str) -> list[Any]:
     """Scores of one kind, of all layers."""
     found: list[Any] = [getattr(own, kind) for own in calibration.layers.values()]
     if None in found:
-        need = "of mean ranks" if kind == "ranks" else "of residuals"
-        raise ValueError(f"calibration: expected scores {need}, which were not collected")
+        need = "of mean ranks" if kind == "ranks" else "of residuals, as reduction and residual_bits need"
+        raise ValueError(f"calibration: expected scores {need}, got none")
     return found
 
 
 def _joint_scores(
-    calibration: Calibration, kind: str, bits: Sequence[int], method: str | None, form: str
+    calibration: Calibration, kind: str, bits: Sequence[int], method: str | None, form: str, rank_max: int | None
 ) -> list[JointScores]:
-    """Joint scores of some bits, without their weighting for the method "error"."""
+    """Joint scores of some bits and ranks, without their weighting for the method "error"."""
     found = _collected(calibration, kind)
     if method not in (None, "error", found[0].weighting):
         raise ValueError(f"method: expected {found[0].weighting!r} of the joint scores or 'error', got {method!r}")
     if form != found[0].sketch_dtype:
         raise ValueError(f"sketch_dtype: expected {found[0].sketch_dtype!r} of the joint scores, got {form!r}")
-    return [some_bits(scores, bits, method != "error") for scores in found]
+    most = max(scores.ranks[-1] for scores in found)
+    if rank_max is not None and check_size("rank_max", rank_max) > most:
+        raise ValueError(f"rank_max: expected at most the largest scored rank, {most}, got {rank_max}")
+    return [some_scores(scores, bits, rank_max, method != "error") for scores in found]

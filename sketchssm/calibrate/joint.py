@@ -33,7 +33,7 @@ from sketchssm.plans import traffic
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["MAP", "RANKS", "JointScores", "allocate_joint", "some_bits", "some_of"]
+__all__ = ["MAP", "RANKS", "JointScores", "allocate_joint", "some_of", "some_scores"]
 
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Ranks that are scored by default, as far as a basis has them."""
@@ -229,14 +229,15 @@ class JointScores(Accumulator):
         return self._joined(other, *settings) if isinstance(other, JointScores) else NotImplemented
 
 
-def some_bits(scores: JointScores, bits: Sequence[int], weighted: bool = True) -> JointScores:
-    """Scores of some of the bits, with or without their weighting."""
+def some_scores(scores: JointScores, bits: Sequence[int], rank_max: int | None, weighted: bool = True) -> JointScores:
+    """Scores of some of the bits and of ranks up to a limit, with or without their weighting."""
     chosen = some_of("bits", bits, scores.bits)
+    ranks = [rank for rank in scores.ranks if rank <= (rank_max or scores.ranks[-1])]
     part = JointScores.__new__(JointScores)
     part.__dict__.update(scores.__dict__)
-    part.bits, part.weighting = chosen, scores.weighting if weighted else "error"
+    part.ranks, part.bits, part.weighting = tuple(ranks), chosen, scores.weighting if weighted else "error"
     for name in ("paired", "error", "isotropic"):
-        setattr(part, name, getattr(scores, name)[..., [scores.bits.index(each) for each in chosen]])
+        setattr(part, name, getattr(scores, name)[:, : len(ranks), [scores.bits.index(each) for each in chosen]])
     return part
 
 
@@ -336,7 +337,8 @@ def _task(name: str, layers: Sequence[JointScores], kind: str) -> list[Array]:
     if kind == "paired":
         for index, mean in enumerate(means):
             if not mean.any():
-                raise ValueError(f"{name}: expected {layers[index].weighting}s, got only zeros for layer {index}")
+                what = "weights" if layers[index].weighting == "perturbation" else "gradients"
+                raise ValueError(f"{name}: expected {what}, got only zeros for layer {index}")
     at = (_nearest(layers[0].ranks, 2), _nearest(layers[0].bits, 2))
     return [mean / (sum(x[:, *at].sum() for x in means) or 1.0) for mean in means]
 

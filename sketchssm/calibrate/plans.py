@@ -164,7 +164,8 @@ def residual_settings(
     if bits and chosen.name != MAP:
         raise ValueError(f"map: expected {MAP!r} with residuals, got {chosen.name!r}")
     if bits and method == "sensitivity":
-        raise ValueError(f"method: expected 'gradient', 'error' or 'uniform' with residuals, got {method!r}")
+        others = "'gradient', 'perturbation', 'error' or 'uniform'"
+        raise ValueError(f"method: expected {others} with residuals, got {method!r}")
     if method == "uniform" and reduction is not None:
         raise ValueError(
             f"reduction: expected None with the method 'uniform', which has a mean rank, got {reduction!r}"

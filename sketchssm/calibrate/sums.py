@@ -15,6 +15,9 @@ from sketchssm.layer.recurrence import Layer, Tokens
 
 __all__ = ["Accumulator", "RunningSum", "added", "common_weighting"]
 
+ARGUMENTS = {"gradient": "grad", "perturbation": "weight", "error": "neither"}
+"""The arguments of an update by weighting."""
+
 LARGEST_SUM = 1e100
 """Largest moment or score: the product of two, over all heads, still has room in float64."""
 
@@ -64,7 +67,9 @@ class Accumulator(ABC):
             given = [name for name, x in (("gradient", grad), ("perturbation", weight)) if x is not None] or ["error"]
             facts["weighting"] = given[0]
             if len(given) > 1 or self.weighting not in (None, *given):
-                raise ValueError("grad, weight: expected the same one, or neither, at every update")
+                came = " and ".join(ARGUMENTS[x] for x in given)
+                came += f" after {ARGUMENTS[self.weighting]}" if self.weighting else ""
+                raise ValueError(f"grad, weight: expected the same one, or neither, at every update, got {came}")
         if grad is not None or weight is not None:
             grad, top = _slope(space, grad, weight, tokens.v.shape)
         wide = any(x is not None and str(x.dtype).endswith("float64") for x in (*tokens, grad))

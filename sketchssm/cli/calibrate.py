@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     type=PATH,
     help="Plan file or, for several trace files, a folder with one plan each. For --model: file of all plans.",
 )
-@click.option("--mean-rank", type=AT_LEAST_ONE, default=7.0, help="Budget: the read bytes of all heads at this rank.")
+@click.option("--mean-rank", type=AT_LEAST_ONE, help="Budget: the read bytes of all heads at this rank.  [default: 7]")
 @click.option(
     "--reduction",
     type=POSITIVE,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 def command(
     traces: tuple[Path, ...],
     out: Path,
-    mean_rank: float,
+    mean_rank: float | None,
     reduction: float | None,
     sample: tuple[int, ...] | None,
     resume: Path | None,
@@ -69,6 +69,8 @@ def command(
     """
     from sketchssm.cli.output import Output, plan_paths
 
+    if reduction is not None:
+        options.refuse("with --reduction", ("mean_rank",))
     budget: dict[str, Any] = {"mean_rank": mean_rank, "reduction": reduction, "rank_max": rank_max}
     if calibration is not None:
         options.refuse("with --from", ("keep", "imported", "window", "sample", "resume"))
@@ -98,11 +100,12 @@ def _from_traces(
     settings: Settings,
     output: Output,
     *,
-    mean_rank: float,
+    mean_rank: float | None,
     reduction: float | None,
     rank_max: int | None,
 ) -> None:
     """Make one plan for each trace file."""
+    from sketchssm.calibrate.allocation import budget_rank
     from sketchssm.calibrate.plans import (
         calibrate,
         joint_plans,
@@ -119,6 +122,7 @@ def _from_traces(
 
     chosen = settings.map, settings.sketch_dtype, settings.residual_bits, settings.method
     _, form, bits = residual_settings(*chosen, reduction)
+    mean_rank = budget_rank(mean_rank, reduction)
     layers = []
     with output.progress("calibrating", len(traces)) as step:
         for path in traces:
@@ -164,10 +168,13 @@ def _of_model(
     **budget: Any,
 ) -> None:
     """Make one file with the plans of a model, and a file of its calibration to keep."""
+    from sketchssm.calibrate.plans import residual_settings
     from sketchssm.transformers import calibrate, collect, import_calibration
     from sketchssm.transformers.calibration import progress_steps
 
     chosen = vars(settings) | budget
+    made = settings.map, settings.sketch_dtype, settings.residual_bits, settings.method
+    _, form, bits = residual_settings(*made, budget["reduction"])
     if imported is not None:
         calibration = import_calibration(imported, source.load_model(), budget["rank_max"])
     else:
@@ -177,10 +184,12 @@ def _of_model(
                 _write_plans(calibrate(model, rows, progress=step, **run, **chosen), out, output)
                 return
             sizes: Any = {name: chosen[name] for name in ("window", "method", "rank_max")}
+            if bits:
+                sizes["sketch_dtype"] = form
             calibration = collect(model, rows, progress=step, **run, **sizes)
-    plans = calibration.plans(**{name: x for name, x in chosen.items() if name not in ("window", "rank_max")})
     if keep is not None:
-        calibration.save(keep)
+        calibration.save(keep)  # first: it has taken the time, and a budget may be out of reach
+    plans = calibration.plans(**{name: x for name, x in chosen.items() if name not in ("window", "rank_max")})
     _write_plans(plans, out, output)
 
 

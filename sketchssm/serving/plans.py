@@ -23,11 +23,12 @@ def load_plans(path: str, mean_rank: float | None = None, reduction: float | Non
     ValueError if one is given for plans that are made already.
     """
     if format_of(path) == FORMAT.name:
-        return Calibration.load(path).plans(7.0 if mean_rank is None else mean_rank, reduction)
+        return Calibration.load(path).plans(mean_rank, reduction)
+    plans = model_plans.load_plans(path)
     for name, value in (("mean_rank", mean_rank), ("reduction", reduction)):
         if value is not None:
             raise ValueError(f"{name}: expected none, as {path} holds no calibration, got {value}")
-    return model_plans.load_plans(path)
+    return plans
 
 
 def plan_of(plans: Mapping[str, SketchPlan], prefix: str) -> SketchPlan:

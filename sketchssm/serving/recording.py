@@ -11,6 +11,7 @@ a row is of.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -193,6 +194,11 @@ class Recording:
         Is given a line for the log at each stage.
     rank, world : int
         This process, and the processes that hold the model's layers and heads.
+
+    Raises
+    ------
+    ValueError
+        If the path is a folder, or is in a folder that does not exist or can't be written.
     """
 
     def __init__(
@@ -207,6 +213,8 @@ class Recording:
         world: int = 1,
     ) -> None:
         self._path, self._model, self._tell, self._rank, self._world = Path(path), model, tell, rank, world
+        if self._path.is_dir() or not os.access(self._path.parent, os.W_OK):
+            raise ValueError(f"plans: expected 'record:FILE', a file in a folder that can be written, got {path}")
         self.window, self._tokens, self._share = window, tokens, share
         self._layers: dict[str, LayerRecord] = {}
         self.active = True

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sketchssm.arrays import interop
-from sketchssm.calibrate.allocation import METHODS, check_mean_rank
+from sketchssm.calibrate.allocation import METHODS, budget_rank
 from sketchssm.calibrate.basis import fit_basis
 from sketchssm.calibrate.calibration import Calibration, LayerCalibration, StoredBasis
 from sketchssm.calibrate.joint import JointScores
@@ -50,7 +50,7 @@ def calibrate(
     tokenizer: Any = None,
     length: int | None = None,
     sample: tuple[int, int] | None = None,
-    mean_rank: float = 7.0,
+    mean_rank: float | None = None,
     reduction: float | None = None,
     prompts: Any = None,
     answers: Any = None,
@@ -86,8 +86,8 @@ def calibrate(
     sample : (int, int), optional
         Tokens, in whole rows, that fit the bases and that score the ranks; what is left of the text is not used.
         Default: two thirds and one third of the rows.
-    mean_rank : float, default 7
-        Budget: the read traffic of all heads of all layers at this rank.
+    mean_rank : float, optional
+        Budget: the read traffic of all heads of all layers at this rank. Default: 7, without a `reduction`.
     reduction : float, optional
         Budget of plans with residuals, in place of `mean_rank`: how many times less state traffic than standard
         decode. Each head gets a rank and 1 to 3 bits, see `sketchssm.allocate_joint`.
@@ -142,7 +142,7 @@ def calibrate(
 
     >>> plans = sketchssm.transformers.calibrate(model, text, tokenizer=tokenizer, reduction=10)  # doctest: +SKIP
     """
-    check_mean_rank(mean_rank)
+    budget_rank(mean_rank, reduction)
     map, sketch_dtype, bits = residual_settings(map, sketch_dtype, residual_bits, method, reduction)
     joint = bool(bits) and method != "uniform"
     if prompts is not None and (not bits or method not in (None, "gradient")):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from sketchssm.calibrate.allocation import check_mean_rank
+from sketchssm.calibrate.allocation import budget_rank
 from sketchssm.layer.checks import check_number
 from sketchssm.layer.recurrence import check_integer, check_window
 from sketchssm.layer.slots import MAX_DRAFTS
@@ -57,8 +57,7 @@ class Settings:
         check_integer("monitor", self.monitor, 0, 1 << 16)
         check_integer("tokens", self.tokens, 1024, 2**40)
         check_number("share", self.share, "a number from 0.001 to 1", lambda x: 0.001 <= x <= 1)
-        if self.mean_rank is not None:
-            check_mean_rank(self.mean_rank)
+        budget_rank(self.mean_rank, self.reduction)
         if self.reduction is not None:
             check_number("reduction", self.reduction, "a number of at least 1", lambda x: x >= 1)
         kind = "record" if self.record else self.system
@@ -66,8 +65,6 @@ class Settings:
             value = getattr(self, field.name)
             if value != field.default and kind not in SYSTEM_OF.get(field.name, (kind,)):
                 raise ValueError(f"{field.name}: expected none with plans={self.plans!r}, got {value}")
-        if None not in (self.mean_rank, self.reduction):
-            raise ValueError(f"mean_rank: expected none beside a reduction, got {self.mean_rank}")
 
     @property
     def record(self) -> str | None:
@@ -90,7 +87,12 @@ class Settings:
         if given is None:
             given = environment.get(VARIABLE) or None
             if given is not None and given.startswith("{"):
-                given = json.loads(given)
+                try:
+                    given = json.loads(given)
+                except ValueError as error:
+                    raise ValueError(
+                        f"{VARIABLE}: expected a path, {WORDS} or JSON, got {given!r}: {error}"
+                    ) from error
         if given is None:
             return None
         if not isinstance(given, Mapping):
