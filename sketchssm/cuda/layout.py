@@ -26,8 +26,8 @@ class PackedPlan:
     """A plan as the kernels read it; see ``cuda_src/slot/sketch_layout.cuh``."""
 
     heads: npt.NDArray[np.int32]
-    """``(heads, 4)``: rank (0: full state), offset in a slot's sketch, offset of the projection (the residual's bits with
-    the map `subspace`), offset of the basis fragments."""
+    """``(heads, 4)``: rank (0: full state), offset in a slot's sketch, offset of the projection (with the map
+    `subspace` the residual's bits), offset of the basis fragments."""
     order: npt.NDArray[np.int32]  # full-state heads, then sketched ones
     full_state: int  # number of full-state heads
     slot_elements: int  # of one slot's sketches
