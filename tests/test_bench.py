@@ -354,12 +354,8 @@ class TestTables:
             f"b, W = {WINDOW}, on cuda",
         )
         assert [row[:2] for row in first.rows] == [
-            ["standard", "1"],
-            ["sketch", "1"],
-            [],
-            ["standard", "8"],
-            ["peer", "8"],
-        ]
+            ["standard", "1"], ["sketch", "1"], [], ["standard", "8"], ["peer", "8"],
+        ]  # fmt: skip
         assert [row[7] for row in first.rows if row] == ["1.00x", "3.00x", "1.00x", "3.00x"]
         assert first.rows[1][2:7] == ["2.0  20%", "2.0  20%", "2.0  20%", "0.00", "2.0"]
         assert first.rows[1][8:] == ["1.0e-03", "1.0e-07"]

@@ -149,22 +149,7 @@ class TestDevice:
         rests = []
         monkeypatch.setattr(arrivals_device.time, "sleep", rests.append)
         file = tmp_path / "out.json"
-        chosen = [
-            "--shape",
-            "tiny",
-            "--batch",
-            3,
-            "--window",
-            WINDOW,
-            "--layers",
-            2,
-            "--steps",
-            8,
-            "--tokens",
-            3,
-            "--duty",
-            0.5,
-        ]
+        chosen = f"--shape tiny --batch 3 --window {WINDOW} --layers 2 --steps 8 --tokens 3 --duty 0.5".split()
         printed = invoke("--arrivals", *chosen, "--map", "lowrank", "--json", file).output
         assert "microseconds of a layer's step, 2 layers" in printed
         report = json.loads(file.read_text())

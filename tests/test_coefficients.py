@@ -11,12 +11,9 @@ from sketchssm.layer.coefficients import FORMS, MAPS, RIDGE_FLOOR, CoefficientMa
 def test_each_map_has_its_own_parameters():
     made = {name: CoefficientMap(name) for name in MAPS}
     assert {name: (map.pivots, map.ridge) for name, map in made.items()} == {
-        "ridge": (None, 0.001),
-        "lowrank": (4, 0.1),
-        "prior": (4, 0.001),
-        "offline": (None, None),
+        "ridge": (None, 0.001), "lowrank": (4, 0.1), "prior": (4, 0.001), "offline": (None, None),
         "subspace": (None, None),
-    }
+    }  # fmt: skip
     assert CoefficientMap("prior", 3, 0.02) == CoefficientMap("prior", np.int64(3), np.float64(0.02))
     assert CoefficientMap("ridge", ridge=0).effective_ridge == RIDGE_FLOOR
     assert CoefficientMap("ridge", ridge=0.5).effective_ridge == 0.5

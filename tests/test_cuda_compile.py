@@ -41,17 +41,9 @@ TARGETS = {
 # The most measured is 308, for kda's dense map on sm_90; for reads 56 and for draft reads 216, where some heads read
 # their full states.
 SPILL_BYTES = {
-    "standard": 8,
-    "read": 56,
-    "read_draft": 216,
-    "standard_draft": 8,
-    "flush": 320,
-    "encode": 8,
-    "slots": 0,
-    "commit": 0,
-    "copy": 0,
-    "layer_inputs": 0,
-}
+    "standard": 8, "read": 56, "read_draft": 216, "standard_draft": 8, "flush": 320, "encode": 8, "slots": 0,
+    "commit": 0, "copy": 0, "layer_inputs": 0,
+}  # fmt: skip
 # With twice the pivots of the other shapes: 444 bytes on sm_80. With five blocks on a multiprocessor, which were
 # faster than four with more registers on sm_90: 48 bytes there, 160 on sm_100.
 # With keys of 256 channels: 44 to 92 bytes.
@@ -68,13 +60,10 @@ LAYERS = {
     "gla": Layer("gla", 16, 128, 128, 16),
 }
 MAPS = {
-    "nemotron-3-super": ("ridge", "lowrank"),
-    "nemotron-nano-9b-v2": ("lowrank",),
-    "qwen3-next": ("ridge", "lowrank", "prior", "offline"),
-    "kimi-linear": ("ridge", "lowrank"),
-    "gla": ("lowrank",),
+    "nemotron-3-super": ("ridge", "lowrank"), "nemotron-nano-9b-v2": ("lowrank",),
+    "qwen3-next": ("ridge", "lowrank", "prior", "offline"), "kimi-linear": ("ridge", "lowrank"), "gla": ("lowrank",),
     **dict.fromkeys(TILES, ("ridge",)),
-}
+}  # fmt: skip
 LAYERS |= {name: SHAPES[name] for name in MAPS if name not in LAYERS}
 
 

@@ -364,16 +364,10 @@ def test_memory_is_freed(rng):
 
 DRIVER = drivers.Driver()
 GOOD = {
-    "exchange": torch.Tensor.__dlpack_c_exchange_api__,
-    "tensor_type": torch.Tensor,
-    "device": (1, 0),
-    "driver": DRIVER.addresses(),
-    "arrays": [None] * 6,
-    "kernels": [],
-    "slots": (0, 0),
-    "grad_enabled": torch.is_grad_enabled,
-    "failed": print,
-}
+    "exchange": torch.Tensor.__dlpack_c_exchange_api__, "tensor_type": torch.Tensor, "device": (1, 0),
+    "driver": DRIVER.addresses(), "arrays": [None] * 6, "kernels": [], "slots": (0, 0),
+    "grad_enabled": torch.is_grad_enabled, "failed": print,
+}  # fmt: skip
 """A description of a step without kernels."""
 
 

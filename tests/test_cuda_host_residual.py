@@ -18,12 +18,9 @@ cupy = fixtures.of_kernels
 pytestmark = pytest.mark.usefixtures("cupy")
 
 LAYERS = {
-    "mamba2": Layer("mamba2", 4, 128, 64, 2),
-    "gdn": Layer("gdn", 4, 128, 80, 2),
-    "kda": Layer("kda", 4, 64, 96, 4),
-    "gdn-96": Layer("gdn", 4, 96, 48, 4),
-    "mamba2-256": Layer("mamba2", 4, 256, 32, 1),
-}
+    "mamba2": Layer("mamba2", 4, 128, 64, 2), "gdn": Layer("gdn", 4, 128, 80, 2), "kda": Layer("kda", 4, 64, 96, 4),
+    "gdn-96": Layer("gdn", 4, 96, 48, 4), "mamba2-256": Layer("mamba2", 4, 256, 32, 1),
+}  # fmt: skip
 RANKS, BITS = [2, 3, FULL_STATE, 11], [1, 2, 0, 3]
 SKETCHED = 0, 1, 3
 FORMS = "int8", "bfloat16", "float32"

@@ -32,12 +32,9 @@ def test_every_shipped_layer_fits(tile, cupy):
 
 layers = st.builds(
     lambda kind, key_dim, blocks, group, key_heads: Layer(kind, group * key_heads, key_dim, 16 * blocks, key_heads),
-    st.sampled_from(sorted(KINDS)),
-    st.sampled_from(limits.KEY_DIMS),
-    st.integers(1, 16),
-    st.integers(1, 5),
+    st.sampled_from(sorted(KINDS)), st.sampled_from(limits.KEY_DIMS), st.integers(1, 16), st.integers(1, 5),
     st.integers(1, 2),
-)
+)  # fmt: skip
 
 
 # An example takes 3 to 10 seconds: its kernels are compiled.

@@ -10,11 +10,8 @@ from sketchssm.plans import traffic
 from sketchssm.study.evaluate import Entry, Study, baselines, measure
 
 LISTS = (
-    baselines.quantised_systems,
-    baselines.pruned_systems,
-    baselines.key_reduced_systems,
-    baselines.read_only_systems,
-)
+    baselines.quantised_systems, baselines.pruned_systems, baselines.key_reduced_systems, baselines.read_only_systems,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=SHIPPED)

@@ -138,13 +138,8 @@ def function():
 """
     known = {"sketchssm", "sketchssm.models", "sketchssm.head"}
     want = {
-        "torch",
-        "sketchssm",
-        "sketchssm.plans.traffic",
-        "sketchssm.cuda.calls",
-        "sketchssm.models",
-        "sketchssm.head",
-    }
+        "torch", "sketchssm", "sketchssm.plans.traffic", "sketchssm.cuda.calls", "sketchssm.models", "sketchssm.head",
+    }  # fmt: skip
     assert imported(source, "sketchssm.cpu.me", False, known) == want | {"sketchssm.cpu.sibling"}
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {("b", "c")}
 

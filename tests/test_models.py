@@ -38,13 +38,9 @@ def mamba2(rng, lead=(2, 3), heads=8, groups=2, K=16, V=80, dtype=np.float32):
         return rng.standard_normal(shape).astype(dtype)
 
     return {
-        "x": normal(*lead, heads, V),
-        "dt": normal(*lead, heads),
-        "A_log": normal(heads),
-        "B": normal(*lead, groups, K),
-        "C": normal(*lead, groups, K),
-        "dt_bias": normal(heads),
-    }
+        "x": normal(*lead, heads, V), "dt": normal(*lead, heads), "A_log": normal(heads),
+        "B": normal(*lead, groups, K), "C": normal(*lead, groups, K), "dt_bias": normal(heads),
+    }  # fmt: skip
 
 
 def delta(rng, kind, lead=(2, 3), heads=4, key_heads=2, K=16, V=80, dtype=np.float32):
@@ -53,14 +49,10 @@ def delta(rng, kind, lead=(2, 3), heads=4, key_heads=2, K=16, V=80, dtype=np.flo
 
     channels = (K,) if kind == "kda" else ()
     return {
-        "q": normal(*lead, key_heads, K),
-        "k": normal(*lead, key_heads, K),
-        "v": normal(*lead, heads, V),
-        "a": normal(*lead, heads, *channels),
-        "b": normal(*lead, heads),
-        "A_log": normal(heads),
+        "q": normal(*lead, key_heads, K), "k": normal(*lead, key_heads, K), "v": normal(*lead, heads, V),
+        "a": normal(*lead, heads, *channels), "b": normal(*lead, heads), "A_log": normal(heads),
         "dt_bias": normal(heads, *channels),
-    }
+    }  # fmt: skip
 
 
 CONVERTERS = {"mamba2": mamba2_inputs, "gdn": gdn_inputs, "kda": kda_inputs}

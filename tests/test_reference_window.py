@@ -49,12 +49,9 @@ def windows(draw):
     """A layer, a window of its tokens and states to start from."""
     key_heads = draw(st.integers(1, 2))
     layer = Layer(
-        draw(st.sampled_from(KINDS)),
-        heads=key_heads * draw(st.integers(1, 2)),
-        key_dim=draw(st.integers(1, 9)),
-        value_dim=draw(st.integers(1, 9)),
-        key_heads=key_heads,
-    )
+        draw(st.sampled_from(KINDS)), heads=key_heads * draw(st.integers(1, 2)), key_dim=draw(st.integers(1, 9)),
+        value_dim=draw(st.integers(1, 9)), key_heads=key_heads,
+    )  # fmt: skip
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     length = draw(st.integers(1, 16))
     tokens = tokens_of(rng, layer, draw(st.integers(1, 2)), length, np.float64, harsh=draw(st.booleans()))

@@ -239,14 +239,11 @@ def repeatable(layered, layer, rng):
     token = [None if x is None else x[:, None] for x in token]
     return {
         "step": ((*head, *token, rows), draft),
-        "step_out": ((*head, *token, rows, torch.zeros(token[2].shape)), draft),
-        "adopt": ((*head, rows), {}),
-        "commit": ((*head, none, rows), {}),
-        "copy": ((*head, rows, rows[[0, 2, 1]]), {}),
+        "step_out": ((*head, *token, rows, torch.zeros(token[2].shape)), draft), "adopt": ((*head, rows), {}),
+        "commit": ((*head, none, rows), {}), "copy": ((*head, rows, rows[[0, 2, 1]]), {}),
         "load_state": ((*head, torch.from_numpy(states_of(rng, layer, BATCH)), rows), {}),
-        "flush": ((*head, rows), {}),
-        "reset": ((*head, rows), {}),
-    }
+        "flush": ((*head, rows), {}), "reset": ((*head, rows), {}),
+    }  # fmt: skip
 
 
 def test_pytorch_accepts_the_operators(make, layer, rng):

@@ -77,13 +77,10 @@ def test_shares(profile):
         return SimpleNamespace(name=name, device_type=device, time_range=times, is_user_annotation=note)
 
     events = [
-        event("read_step", 0, 4000),
-        event("flush_step", 3000, 6000),
-        event("nvjet", 6000, 10000),
-        event("read_step", 12000, 18000),
-        event("aten::mm", 0, 20000, "DeviceType.CPU"),
+        event("read_step", 0, 4000), event("flush_step", 3000, 6000), event("nvjet", 6000, 10000),
+        event("read_step", 12000, 18000), event("aten::mm", 0, 20000, "DeviceType.CPU"),
         event("note", 0, 20000, note=True),
-    ]
+    ]  # fmt: skip
     found = profile.shares(SimpleNamespace(events=lambda: events), 0.02, 2)
     assert found["step_ms"] == 10
     assert found["kinds_ms"] == pytest.approx({"state": 6.5, "weights": 2.0, "host": 2.0})

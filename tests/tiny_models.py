@@ -16,33 +16,19 @@ transformers = pytest.importorskip("transformers")
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-5}
 
 BASE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "initializer_range": 0.2, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
 ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 2}
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
 EXPERTS = {
-    "num_experts": 2,
-    "num_experts_per_tok": 1,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
+    "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+}  # fmt: skip
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
 LATENT = {
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 16,
-    "moe_intermediate_size": 16,
-    "num_local_experts": 2,
-    "num_experts_per_tok": 1,
-    "n_shared_experts": 1,
-}
+    "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "moe_intermediate_size": 16,
+    "num_local_experts": 2, "num_experts_per_tok": 1, "n_shared_experts": 1,
+}  # fmt: skip
 HYBRID = {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "num_hidden_layers": 3}
 MAMBA = {"mamba_d_state": 24, "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_head": 16, "mamba_chunk_size": 8}
 SETTINGS = {
@@ -50,64 +36,42 @@ SETTINGS = {
     "Qwen3_5": BASE | ATTENTION | DELTA | HYBRID | {"head_dim": 16},
     "OlmoHybrid": BASE | ATTENTION | DELTA | HYBRID | {"linear_num_key_heads": 4, "linear_allow_neg_eigval": True},
     "KimiLinear": BASE | ATTENTION | HYBRID | LATENT | {"linear_num_heads": 4, "linear_head_dim": 16},
-    "Mamba2": {x: y for x, y in BASE.items() if x != "intermediate_size"}
-    | {"num_heads": 4, "head_dim": 16, "state_size": 24, "n_groups": 2, "chunk_size": 8, "num_hidden_layers": 2},
-    "Bamba": BASE | ATTENTION | MAMBA | {"mamba_n_groups": 1, "num_hidden_layers": 3, "attn_layer_indices": [1]},
-    "NemotronH": BASE
-    | ATTENTION
-    | {
-        "head_dim": 16,
-        "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
-        "ssm_state_size": 24,
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 16,
-        "n_groups": 2,
-        "chunk_size": 8,
+    "Mamba2": {x: y for x, y in BASE.items() if x != "intermediate_size"} | {
+        "num_heads": 4, "head_dim": 16, "state_size": 24, "n_groups": 2, "chunk_size": 8, "num_hidden_layers": 2,
     },
-    "Zamba2": BASE
-    | ATTENTION
-    | {
-        "num_hidden_layers": 3,
-        "layers_block_type": ["mamba", "hybrid", "mamba"],
-        "mamba_d_state": 24,
-        "mamba_ngroups": 2,
-        "n_mamba_heads": 4,
-        "chunk_size": 8,
-        "num_mem_blocks": 1,
+    "Bamba": BASE | ATTENTION | MAMBA | {"mamba_n_groups": 1, "num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "NemotronH": BASE | ATTENTION | {
+        "head_dim": 16, "layers_block_type": ["mamba", "attention", "mamba", "mlp"], "ssm_state_size": 24,
+        "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 8,
+    },
+    "Zamba2": BASE | ATTENTION | {
+        "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_d_state": 24,
+        "mamba_ngroups": 2, "n_mamba_heads": 4, "chunk_size": 8, "num_mem_blocks": 1,
     },
     "FalconH1": BASE | ATTENTION | MAMBA | {"num_hidden_layers": 2, "mamba_d_ssm": 64, "head_dim": 16},
-}
+}  # fmt: skip
 # Classes whose mixers are those of another class: tests/test_transformers_classes.py alone takes them.
 MORE = {
-    "MiniMax": BASE
-    | ATTENTION
-    | HYBRID
-    | {"head_dim": 16, "block_size": 4, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "MiniMax": BASE | ATTENTION | HYBRID | {
+        "head_dim": 16, "block_size": 4, "num_local_experts": 2, "num_experts_per_tok": 1,
+    },
     "Qwen3_5Moe": BASE | ATTENTION | DELTA | EXPERTS | HYBRID | {"head_dim": 16},
-    "Qwen4Exp": BASE
-    | ATTENTION
-    | DELTA
-    | EXPERTS
-    | HYBRID
-    | {"head_dim": 16, "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
-    | {"indexer_budget": 64, "indexer_compress_ratio": 1},
+    "Qwen4Exp": BASE | ATTENTION | DELTA | EXPERTS | HYBRID | {
+        "head_dim": 16, "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
+        "indexer_budget": 64, "indexer_compress_ratio": 1,
+    },
     "LaraMini": BASE | ATTENTION | DELTA | EXPERTS | HYBRID | {"head_dim": 16},
-    "BailingHybrid": BASE
-    | LATENT
-    | HYBRID
-    | {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "n_group": 1, "topk_group": 1},
-    "Glm5Next": BASE
-    | ATTENTION
-    | HYBRID
-    | LATENT
-    | {"n_routed_experts": 2, "linear_num_heads": 4, "linear_head_dim": 16, "q_lora_rank": 16, "qk_rope_head_dim": 0}
-    | {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 2, "index_kpool": 4, "hc_mult": 2},
-    "GraniteMoeHybrid": BASE
-    | ATTENTION
-    | MAMBA
-    | HYBRID
-    | {"mamba_n_groups": 1, "num_local_experts": 2, "num_experts_per_tok": 1, "shared_intermediate_size": 16},
-}
+    "BailingHybrid": BASE | LATENT | HYBRID | {
+        "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "n_group": 1, "topk_group": 1,
+    },
+    "Glm5Next": BASE | ATTENTION | HYBRID | LATENT | {
+        "n_routed_experts": 2, "linear_num_heads": 4, "linear_head_dim": 16, "q_lora_rank": 16, "qk_rope_head_dim": 0,
+        "index_topk": 64, "index_head_dim": 16, "index_n_heads": 2, "index_kpool": 4, "hc_mult": 2,
+    },
+    "GraniteMoeHybrid": BASE | ATTENTION | MAMBA | HYBRID | {
+        "mamba_n_groups": 1, "num_local_experts": 2, "num_experts_per_tok": 1, "shared_intermediate_size": 16,
+    },
+}  # fmt: skip
 DELTA_LAYER = Layer("gdn", 4, 8, 12, 2)
 MAMBA_LAYER = Layer("mamba2", 4, 24, 16, 2)
 # The recurrent layers of each model: how modules are named, and their kind and shape.

@@ -10,18 +10,13 @@ pytestmark = pytest.mark.gpu
 DELTA = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
 MAMBA = {"mamba_d_state": 64, "mamba_d_head": 64, "mamba_expand": 8}
 SIZES = dict.fromkeys(SETTINGS | MORE, DELTA) | {
-    "OlmoHybrid": {"linear_key_head_dim": 96, "linear_value_head_dim": 192},
-    "KimiLinear": {"linear_head_dim": 64},
-    "Glm5Next": {"linear_head_dim": 64},
-    "BailingHybrid": {"head_dim": 64},
-    "MiniMax": {"head_dim": 64},
+    "OlmoHybrid": {"linear_key_head_dim": 96, "linear_value_head_dim": 192}, "KimiLinear": {"linear_head_dim": 64},
+    "Glm5Next": {"linear_head_dim": 64}, "BailingHybrid": {"head_dim": 64}, "MiniMax": {"head_dim": 64},
     "Mamba2": {"state_size": 64, "head_dim": 64, "expand": 8},
-    "NemotronH": {"ssm_state_size": 64, "mamba_head_dim": 64},
-    "Zamba2": {"mamba_d_state": 64, "mamba_expand": 8},
-    "FalconH1": MAMBA | {"mamba_d_ssm": 256, "mamba_d_state": 256, "mamba_n_groups": 1},
-    "Bamba": MAMBA,
+    "NemotronH": {"ssm_state_size": 64, "mamba_head_dim": 64}, "Zamba2": {"mamba_d_state": 64, "mamba_expand": 8},
+    "FalconH1": MAMBA | {"mamba_d_ssm": 256, "mamba_d_state": 256, "mamba_n_groups": 1}, "Bamba": MAMBA,
     "GraniteMoeHybrid": MAMBA,
-}
+}  # fmt: skip
 """Settings with which a tiny model of a class has a shape with kernels: where it is unusual, the shipped one."""
 
 

@@ -24,11 +24,8 @@ OPTIONS = (
     "-w",  # nvcc gives the warnings
 )
 SANITIZERS = (
-    "-g1",
-    "-fsanitize=address,undefined",
-    "-fno-sanitize-recover=undefined",
-    "-fsanitize-sections=shared_memory",
-)
+    "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fsanitize-sections=shared_memory",
+)  # fmt: skip
 
 
 _precompiling = threading.Lock()  # of what all libraries share: threads compile several at once

@@ -346,24 +346,15 @@ def test_sanitizers_see(place, report):
     assert (done.returncode == 0) == (place == 0)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("order", [0], indirect=True)
-@pytest.mark.parametrize(
-    "tests",
-    [
-        ("standard[host-float32-float32-gdn]", "sketch[host-mamba2-80-prior-float32-float32]"),
-        pytest.param(
-            (
-                *("standard[host-float32-float32-kda-64-bounded]", "replay[host-gdn-96-8-float16-float32]"),
-                *("sketch[host-gdn-96-offline-float32-float32]", "sketch[host-kda-ridge-bfloat16-float32]"),
-            ),
-            marks=pytest.mark.thorough,
-        ),
-    ],
-    ids=["few", "many"],
-)
-def test_kernels_under_sanitizers(tests):
+def test_kernels_under_sanitizers():
     """Parts of tests/test_cuda_host.py: together all kinds, all files of cuda_src/, three maps, small shapes."""
+    tests = (
+        *("standard[host-float32-float32-gdn]", "standard[host-float32-float32-kda-64-bounded]"),
+        *("replay[host-gdn-96-8-float16-float32]", "sketch[host-mamba2-80-prior-float32-float32]"),
+        *("sketch[host-gdn-96-offline-float32-float32]", "sketch[host-kda-ridge-bfloat16-float32]"),
+    )
     suite = HERE.parent / "test_cuda_host.py"
     options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", *(f"{suite}::test_{test}" for test in tests))
     done = run_sanitized("-m", "pytest", *options)

@@ -66,22 +66,14 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case("sketch", "gdn", 3),
-    Case("sketch", "mamba2"),
-    Case("sketch", "kda", 0, 0),
-    Case("replay", "kda", 7),
-    Case("replay", "gdn"),
-    Case("standard", "gdn"),
-    Case("standard", "mamba2", None, 99),
-    Case("sketch", "gdn", 5, -1, "bfloat16"),
-    Case("standard", "kda", None, -1, "bfloat16"),
-    Case("sketch", "kda", sketch_dtype="int8"),
-    Case("sketch", "kda", None, 0, "bfloat16"),
-    Case("sketch", "mamba2", 2, -1, "bfloat16"),
-    Case("sketch", "gdn", 1, residual=True),
+    Case("sketch", "gdn", 3), Case("sketch", "mamba2"), Case("sketch", "kda", 0, 0), Case("replay", "kda", 7),
+    Case("replay", "gdn"), Case("standard", "gdn"), Case("standard", "mamba2", None, 99),
+    Case("sketch", "gdn", 5, -1, "bfloat16"), Case("standard", "kda", None, -1, "bfloat16"),
+    Case("sketch", "kda", sketch_dtype="int8"), Case("sketch", "kda", None, 0, "bfloat16"),
+    Case("sketch", "mamba2", 2, -1, "bfloat16"), Case("sketch", "gdn", 1, residual=True),
     Case("sketch", "mamba2", sketch_dtype="int8", residual=True),
     Case("sketch", "kda", 6, 0, "bfloat16", "int8", residual=True),
-]
+]  # fmt: skip
 
 
 def plan_for(layer, case):
