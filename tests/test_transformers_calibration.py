@@ -425,8 +425,10 @@ MARKS = torch.ones((1, 16), dtype=torch.bool)
     ),
 )
 def test_bad_settings_of_residuals(qwen, settings, message):
+    labels = []
     with pytest.raises(ValueError, match=message):
-        st.calibrate(qwen, text(), window=WINDOW, **settings)
+        st.calibrate(qwen, text(), window=WINDOW, progress=labels.append, **settings)
+    assert not labels  # before any work
 
 
 def test_sums_stay_on_the_models_device(monkeypatch):

@@ -27,13 +27,13 @@ from sketchssm.calibrate.sums import Accumulator, RunningSum, common_weighting
 from sketchssm.calibrate.windows import Carry, Reads
 from sketchssm.layer.checks import check_items, check_number, check_size
 from sketchssm.layer.formats import SketchFormat
-from sketchssm.layer.recurrence import FULL_STATE, check_instance, check_window
+from sketchssm.layer.recurrence import FULL_STATE, Layer, check_instance, check_window
 from sketchssm.layer.residual import STEPS
 from sketchssm.plans import traffic
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["MAP", "RANKS", "JointScores", "allocate_joint", "some_of", "some_scores"]
+__all__ = ["MAP", "RANKS", "JointScores", "allocate_joint", "check_reduction", "some_of", "some_scores"]
 
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Ranks that are scored by default, as far as a basis has them."""
@@ -294,10 +294,7 @@ def allocate_joint(
     standard = sum(x.layer.heads * traffic.standard(x.layer.key_dim, x.layer.value_dim) for x in layers)
     # the bytes of a token are ((W - 1) read + standard) / W; the share covers rounding
     budget = (window * standard / reduction - standard) / (window - 1) * (1 + 1e-12)
-    least = float(table.cost.min(axis=1).sum())
-    if least > budget:
-        most = window * standard / ((window - 1) * least + standard)
-        raise ValueError(f"reduction: expected at most {most:.4g}, that of the fewest bytes scored, got {reduction:g}")
+    _check_least(reduction, window, standard, float(table.cost.min(axis=1).sum()))
     table = table.front()
     choice, bound = table.solve(budget)
     objective, used = table.totals(choice)
@@ -325,10 +322,30 @@ def _actions(layer: JointScores, values: Array) -> Actions:
 
 
 def _read_bytes(layer: JointScores, rank: npt.NDArray[Any], bits: npt.NDArray[Any]) -> Array:
-    form: Any = {"sketch_dtype": layer.sketch_dtype, "residual_bits": bits}
-    shape = layer.layer
-    found: Array = traffic.sketch_read(shape.kind, shape.key_dim, shape.value_dim, rank, layer.window, MAP, **form)
+    return _bytes_of(layer.layer, layer.window, layer.sketch_dtype, rank, bits)
+
+
+def _bytes_of(shape: Layer, window: int, form: str, rank: npt.NDArray[Any], bits: npt.NDArray[Any]) -> Array:
+    how: Any = {"sketch_dtype": form, "residual_bits": bits}
+    found: Array = traffic.sketch_read(shape.kind, shape.key_dim, shape.value_dim, rank, window, MAP, **how)
     return found
+
+
+def check_reduction(reduction: float, layers: Sequence[Layer], window: int, form: str, bits: Sequence[int]) -> None:
+    """Refuse, before any scores, a reduction beyond that of rank 1 and the fewest bits in every head."""
+    check_number("reduction", reduction, "a finite number above 0", lambda number: 0 < number < np.inf)
+    standard = sum(x.heads * traffic.standard(x.key_dim, x.value_dim) for x in layers)
+    least = 0.0
+    for x in layers:
+        pairs = np.array([1, FULL_STATE]), np.array([min(bits), 0])
+        least += x.heads * float(_bytes_of(x, window, form, *pairs).min())
+    _check_least(reduction, window, standard, least)
+
+
+def _check_least(reduction: float, window: int, standard: float, least: float) -> None:
+    most = window * standard / ((window - 1) * least + standard)
+    if reduction > most * (1 + 1e-12):
+        raise ValueError(f"reduction: expected at most {most:.4g}, that of the fewest bytes scored, got {reduction:g}")
 
 
 def _task(name: str, layers: Sequence[JointScores], kind: str) -> list[Array]:

@@ -13,7 +13,7 @@ from sketchssm.arrays import interop
 from sketchssm.calibrate.allocation import METHODS, budget_rank
 from sketchssm.calibrate.basis import fit_basis
 from sketchssm.calibrate.calibration import Calibration, LayerCalibration, StoredBasis
-from sketchssm.calibrate.joint import JointScores
+from sketchssm.calibrate.joint import JointScores, check_reduction
 from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.plans import residual_settings
 from sketchssm.calibrate.scores import RankScores
@@ -147,6 +147,8 @@ def calibrate(
     joint = bool(bits) and method != "uniform"
     if prompts is not None and (not bits or method not in (None, "gradient")):
         raise ValueError(f"prompts: expected None without residuals and the method 'gradient', got {method!r}")
+    if reduction is not None:
+        check_reduction(reduction, [x.layer for x in layers(model).values()], check_window(window), sketch_dtype, bits)
     collected = collect(
         model,
         text,
