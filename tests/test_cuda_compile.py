@@ -18,13 +18,11 @@ from gpu.cuda_support import ReplayEngine, SketchEngine, StandardEngine, make_pl
 from host import compiler, standin
 from samples import gate_of, plan_of
 
-from sketchssm.cuda.commits import COMMIT
-from sketchssm.cuda.copies import COPY
 from sketchssm.cuda.layer_kernels import layer_inputs_variant
 from sketchssm.cuda.modules import source_text
 from sketchssm.cuda.reads import draft_variant
-from sketchssm.cuda.slots import SLOTS
-from sketchssm.cuda.standard_drafts import standard_draft_variant
+from sketchssm.cuda.slots import COMMIT, COPY, SLOTS
+from sketchssm.cuda.standard import standard_draft_variant
 from sketchssm.cuda.workspaces import WORDS
 from sketchssm.layer.recurrence import FULL_STATE, Layer
 from sketchssm.study.bench import SHAPES

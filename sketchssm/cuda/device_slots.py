@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 
 from sketchssm.arrays.options import EngineOptions
-from sketchssm.cuda.commits import Committer
-from sketchssm.cuda.copies import Copier
 from sketchssm.cuda.layout import PackedPlan
 from sketchssm.cuda.memory import RING, allocate, check_places, slot_parts
 from sketchssm.cuda.pointer import Pointer, Slots
-from sketchssm.cuda.slots import SlotWriter
+from sketchssm.cuda.slots import Committer, Copier, SlotWriter
 from sketchssm.cuda.workspaces import Workspaces
 from sketchssm.layer.recurrence import Layer
 from sketchssm.layer.slots import DUE, POSITION, SlotPart

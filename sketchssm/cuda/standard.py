@@ -6,9 +6,7 @@ from typing import Any, ClassVar
 
 from sketchssm.arrays.options import DEFAULTS, HOST_OPTIONS, EngineOptions
 from sketchssm.cuda.arrays import DeviceArrays
-from sketchssm.cuda.commits import COMMIT
 from sketchssm.cuda.constants import STANDARD_WARPS
-from sketchssm.cuda.copies import COPY
 from sketchssm.cuda.device_slots import DeviceSlots
 from sketchssm.cuda.direct import DirectStep
 from sketchssm.cuda.kernel_parameters import KERNELS, TOKEN_STEPS
@@ -18,8 +16,7 @@ from sketchssm.cuda.memory import slot_parts
 from sketchssm.cuda.modules import Variant, load, warmup
 from sketchssm.cuda.parameters import gate_argument, layer_constants
 from sketchssm.cuda.pointer import Pointer, Slots, StepInputs
-from sketchssm.cuda.slots import SLOTS, part_of
-from sketchssm.cuda.standard_drafts import StandardDrafts, standard_draft_variant
+from sketchssm.cuda.slots import COMMIT, COPY, SLOTS, part_of
 from sketchssm.layer.recurrence import Layer
 from sketchssm.layer.slots import SlotPart
 
@@ -27,6 +24,11 @@ MANY_WARPS, BLOCK_BYTES = 1 << 14, 4096
 """With at least so many warps, a block has at most so many bytes of state: blocks start in the order of memory, and
 smaller blocks keep loads and stores closer to that order (on H200 1% to 2% faster; slower by as much with fewer
 warps)."""
+
+
+def standard_draft_variant(step: Variant, drafts: int) -> Variant:
+    """The kernels of drafts and commits of a standard step."""
+    return Variant("standard_draft", dict(step.constants) | {"DRAFTS": drafts})
 
 
 class StandardEngine:
@@ -48,7 +50,7 @@ class StandardEngine:
         self.load_state, self.reset, self.adopt = slots.load, slots.reset, slots.begin
         self.copy, self.rejoin, self.left_out = slots.copy, slots.rejoin, slots.left_out
         self._step: Launcher | None = None
-        self._drafts: StandardDrafts | None = None
+        self._drafts: tuple[Launcher, ...] = ()  # of drafts and of commits
 
     @staticmethod
     def parts_of(layer: Layer, options: EngineOptions) -> tuple[SlotPart, ...]:
@@ -94,12 +96,18 @@ class StandardEngine:
         self._direct = DirectStep(self.arrays, self.layer, [(step, values)], self.num_slots)
         return step
 
-    def _load_drafts(self) -> StandardDrafts:
+    def _load_drafts(self) -> tuple[Launcher, ...]:
         """The kernels of drafts and commits; the first call loads them."""
-        if self._drafts is None:
-            variant = standard_draft_variant(self.variants()[0], self.drafts)
-            self._drafts = StandardDrafts(variant, self.slots, self._gate)
-            self.slots.load_commit()
+        if not self._drafts:
+            slots, fixed = self.slots, [*part_of(self.state), self._gate]
+            module = load(standard_draft_variant(self.variants()[0], self.drafts), late=True)
+            for array in (*slots.ring, slots.cursor):
+                fixed += part_of(array)
+            self._drafts = tuple(
+                Launcher(module.get_function(name), tuple(fixed), KERNELS[name].letters, slots.limits)
+                for name in ("standard_draft", "standard_commit")
+            )
+            slots.load_commit()
         return self._drafts
 
     def step(self, tokens: StepInputs, slots: Slots, out: Pointer) -> None:
@@ -118,22 +126,23 @@ class StandardEngine:
         """See `sketchssm.heads.engine.ExactEngine`."""
         if self._step is None:
             self._prepare()
-        drafts = self._load_drafts()
+        decode, _ = self._load_drafts()
         batch, length = out.shape[:2]
         if batch and length:
             inputs = *tokens.addresses, out.address, *tokens.row_strides, out.row, *tokens.steps
             counts = (0, 0) if lengths is None else lengths.number
-            drafts.draft(self._grid(batch), *inputs, *slots.arguments, batch, length, *counts)
+            decode(*self._grid(batch), *inputs, *slots.arguments, batch, length, *counts)
 
     def commit(self, accepted: Slots, slots: Slots) -> None:
         """See `sketchssm.heads.engine.ExactEngine`."""
-        if self._drafts is not None and slots.shape[0]:
-            self._drafts.commit(self._grid(slots.shape[0]), accepted, slots)
+        batch = slots.shape[0]
+        if self._drafts and batch:
+            self._drafts[1](*self._grid(batch), *slots.arguments, batch, *accepted.number)  # cursors keep their drafts
             self.flush(slots)
 
     def flush(self, slots: Slots) -> None:
         """See `sketchssm.heads.engine.Engine`: drop drafts, if there can be any."""
-        if self._drafts is not None:
+        if self._drafts:
             self.slots.commit(None, slots.again())
 
     def _grid(self, batch: int) -> tuple[int, int]:

@@ -8,13 +8,10 @@ import numpy as np
 
 from sketchssm.arrays.options import DEFAULTS, HOST_OPTIONS, EngineOptions
 from sketchssm.cuda.arrays import DeviceArrays
-from sketchssm.cuda.commits import COMMIT
 from sketchssm.cuda.constants import DRAFT, FOLD, LOAD, MAPS, STEP, TYPES
-from sketchssm.cuda.copies import COPY
 from sketchssm.cuda.device_slots import DeviceSlots
 from sketchssm.cuda.direct import DirectStep
-from sketchssm.cuda.encodes import Encodes
-from sketchssm.cuda.flushes import Flushes
+from sketchssm.cuda.flushes import Encodes, Flushes
 from sketchssm.cuda.kernel_parameters import KERNELS, LENGTHS
 from sketchssm.cuda.layout import PackedPlan, pack_full_state, pack_plan
 from sketchssm.cuda.limits import check_layer, check_plan, check_shared, check_window
@@ -24,7 +21,7 @@ from sketchssm.cuda.occupancy import blocks_per_multiprocessor, read_pace
 from sketchssm.cuda.parameters import gate_argument, layer_constants
 from sketchssm.cuda.pointer import Pointer, Slots, StepInputs
 from sketchssm.cuda.reads import DraftReads, Reads, draft_variant
-from sketchssm.cuda.slots import SLOTS, part_of
+from sketchssm.cuda.slots import COMMIT, COPY, SLOTS, part_of
 from sketchssm.cuda.workspaces import CHECKED_SLOTS, spans
 from sketchssm.layer.recurrence import Layer
 from sketchssm.layer.slots import MAX_DRAFTS, SlotPart
