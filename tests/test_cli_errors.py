@@ -32,6 +32,10 @@ plan good.npz --error 1 --out out --plots p.pdf | --plots: expected a name that 
 plan --error 1 --out out | TRACES: expected trace files
 plan --model folder --error 1 --out out | --model: expected trace files of the model's layers, which sketchssm.trans
 plan good.npz --microseconds 1 --out out | expected --time-on
+plan good.npz --error 1 --out out --maps ridge --reductions 8 | --reductions: has no effect without the map subspace
+plan good.npz --error 1 --out out --maps subspace --mean-ranks 4 | --mean-ranks: has no effect with the map subspace
+demo --method perturbation | --method: expected perturbation with --model or --from only
+calibrate plain.npz --out out --reduction 2 --method gradient | method: expected 'error' of these traces, got
 plan good.npz --error 1 --out out --maps ridge:x | '--maps': expected a number after ridge:, got 'x'
 bench --seconds inf | '--seconds': expected a finite number, got 'inf'
 bench --seconds nan | '--seconds': expected a finite number, got 'nan'

@@ -315,7 +315,7 @@ def test_command(tmp_path):
     report = json.loads((tmp_path / "out.json").read_text())
     assert {p["rank_max"] for p in report["points"]} == {2, 1}
     assert all(SketchPlan.load(path).ranks.max() <= 2 for path in report["plans"])
-    joint = [*settings[2:], "--maps", "subspace", "--sketch-dtypes", "int8", "--reductions", "2,2.5"]
+    joint = [*settings[4:6], *settings[8:], "--maps", "subspace", "--sketch-dtypes", "int8", "--reductions", "2,2.5"]
     invoke("plan", *paths, *joint, "--error", "10", "--json", tmp_path / "out.json")
     report = json.loads((tmp_path / "out.json").read_text())
     assert [(p["budget"], p["residual_bits"]) for p in report["points"]] == [(2, [1, 2, 3]), (2.5, [1, 2, 3])]

@@ -91,6 +91,9 @@ class Calibrated:
     ) -> JointScores:
         """Score ranks with residuals of some bits, with the gradients of the traces unless the method is "error"."""
         held_out, grad = self.traces.score_part()
+        known = ("error",) if grad is None else ("gradient", "error")
+        if method not in (None, *known):
+            raise ValueError(f"method: expected {' or '.join(map(repr, known))} of these traces, got {method!r}")
         scores = JointScores(self.basis, bits=bits, sketch_dtype=sketch_dtype)
         scores.update(*held_out, grad=None if method == "error" else grad)
         return scores

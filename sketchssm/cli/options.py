@@ -133,7 +133,10 @@ def _settings(
 ) -> Settings:
     from sketchssm.calibrate.plans import Settings
 
-    asked = click.get_current_context().params.get("reduction")  # of `calibrate`: asks for residuals too
+    params = click.get_current_context().params
+    if method == "perturbation" and not (params.get("model") or params.get("calibration")):
+        raise click.UsageError("--method: expected perturbation with --model or --from only")
+    asked = params.get("reduction")  # of `calibrate`: asks for residuals too
     residual = residual_bits != "0" or asked is not None
     map = CoefficientMap(map_name or ("subspace" if residual else DEFAULT_MAP), pivots, ridge)
     form = sketch_dtype or ("int8" if residual else DEFAULT_FORMAT)

@@ -111,6 +111,11 @@ def command(
         options.refuse("without --time-on", ("batch",))
         if microseconds is not None:
             raise click.UsageError("--microseconds: expected --time-on cpu or --time-on cuda with this target")
+    names = {each.name for each in maps or ()}
+    if maps and "subspace" not in names:
+        options.refuse("without the map subspace", ("reductions",))
+    if names == {"subspace"}:
+        options.refuse("with the map subspace alone", ("mean_ranks",))
     from sketchssm.calibrate.traces import Traces
     from sketchssm.cli.output import Output, plan_paths, save_plans
     from sketchssm.study import figures
