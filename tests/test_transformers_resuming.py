@@ -43,7 +43,7 @@ def until(label):
 def test_a_later_run_continues(qwen, label, settings, left, tmp_path, monkeypatch):
     """Plans are those of a run without interruption, and rows that were done do not run again."""
     monkeypatch.setattr(resuming, "SECONDS", 0.0)
-    settings = {"window": 4, "mean_rank": 2, "resume": tmp_path / "sums"} | settings
+    settings = {"window": 4, "resume": tmp_path / "sums"} | settings
     with pytest.raises(Stopped):
         st.calibrate(qwen, TEXT, progress=until(label), **settings)
     runs = []

@@ -9,10 +9,8 @@ and head, the second for every layer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 __all__ = ["divergence", "noisy", "output_weights"]
 
@@ -37,8 +35,6 @@ def output_weights(
     ``(batch, tokens, heads, V)`` is the exact one and `whole` its result. Heads that no pass perturbs at a token have
     the weight zero there, and the others count for them.
     """
-    import torch
-
     heads, channels = out.shape[-2:]
     random = torch.Generator().manual_seed(seed)
     order = torch.rand(out.shape[:3], generator=random).argsort(-1).to(out.device)
@@ -59,8 +55,6 @@ def output_weights(
 
 def noisy(whole: torch.Tensor, seed: int = 0) -> torch.Tensor:
     """A block's output ``(batch, tokens, ...)`` with noise of the share `NOISE` of each token's norm."""
-    import torch
-
     noise = torch.randn(whole.shape, generator=torch.Generator().manual_seed(seed)).to(whole.device)
     axes = tuple(range(2, whole.dim()))
     size = NOISE * (whole.float().square().sum(axes, keepdim=True) / noise.square().sum(axes, keepdim=True)).sqrt()
