@@ -20,7 +20,8 @@ itself after the recurrence."""
 
 SIZE = 0.25
 """Size of a perturbation, relative to the output of its head: errors of sketches are of this order, and the change of
-a block's output is above the rounding of bfloat16."""
+a block's output is above the rounding of bfloat16, which made the scores of the small kda model 27 % larger, with a
+spread of 7 % between heads (of float16 0.4 %)."""
 
 NOISE = 0.05
 """Size of a perturbation of a block's output, relative to the output."""
