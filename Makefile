@@ -17,7 +17,7 @@ test: lint typecheck
 
 # Engines of vLLM on the CPU; best in an environment of their own.
 test-vllm: $(VENV)/.installed-vllm
-	$(BIN)/python -m pytest tests/test_vllm_serve.py tests/test_vllm_hooks.py $(ARGS)
+	$(BIN)/python -m pytest -n auto tests/test_vllm_serve.py tests/test_vllm_hooks.py $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -2,12 +2,17 @@
 
     PYTHONPATH=benchmarks python vllm_serve.py FOLDER ARGUMENTS
 
-The model is written into FOLDER, if there is none. ARGUMENTS are more arguments of vLLM's LLM, in JSON. The file
-``FOLDER/result`` then has how log-probabilities of decode steps agree with the engine's own prefill, and counters.
+The model is written into FOLDER, if there is none. ARGUMENTS are in JSON: more arguments of vLLM's LLM, and
+"requests", their number. The file ``FOLDER/result`` then has how log-probabilities of decode steps agree with the
+engine's own prefill, and counters.
+If the engine records ``FOLDER/recorded``, it first serves some rows of text alone, from which transformers makes the
+calibration ``FOLDER/transformers``.
 """
 
 import json
+import os
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +42,31 @@ def write_model(folder):
     model.save_pretrained(folder)
 
 
+ROWS = [np.random.default_rng(i).integers(0, 500, size=256 if i < 4 else 128).tolist() for i in range(6)]
+
+
+def record(llm, folder):
+    """Serve rows, of which the first four decode 64 tokens more, until the engine has written a calibration."""
+    import vllm_agreement
+    from transformers import AutoModelForCausalLM
+
+    from sketchssm.transformers import collect
+
+    tokens = []
+    for i, row in enumerate(ROWS):
+        served = vllm_agreement.serve(llm.llm_engine, [(row, 65 if i < 4 else 1)], 1)
+        tokens.append(np.array(row + served[0][0][:-1]))
+        if i in (3, 5):  # steps of a request that is too short to be recorded
+            vllm_agreement.serve(llm.llm_engine, [([1], 4)], 1)
+            time.sleep(3)  # for a thread of the engine
+    end = time.monotonic() + 60
+    while not (folder / "recorded").exists():
+        assert time.monotonic() < end, "no calibration was written"
+        time.sleep(0.1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    collect(model, tokens, method="error", scores=("ranks",)).save(folder / "transformers")
+
+
 def main():
     folder, arguments = Path(sys.argv[1]), json.loads(sys.argv[2])
     if not (folder / "config.json").exists():
@@ -44,6 +74,7 @@ def main():
     import vllm_agreement
     from vllm import LLM
 
+    count = arguments.pop("requests", 60)
     llm = LLM(
         **{
             "model": str(folder), "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 1024,
@@ -51,11 +82,13 @@ def main():
             "generation_config": "vllm", "disable_log_stats": False, **arguments,
         }
     )  # fmt: skip
-    requests = vllm_agreement.draw_requests(60, (1, 241), (4, 161), 500, 1, shared=200)
+    if "record:" in os.environ["SKETCHSSM_VLLM"]:
+        record(llm, folder)
+    requests = vllm_agreement.draw_requests(count, (1, 241), (4, 161), 500, 1, shared=200)
     # prompts of one token, of a chunk, and of a chunk and one token
     requests[1:4] = [(requests[i][0][:1] * n, requests[i][1]) for i, n in ((1, 1), (2, 128), (3, 129))]
     vllm_agreement.serve(llm.llm_engine, requests[:16], 16)
-    served = vllm_agreement.serve(llm.llm_engine, requests, 16, aborted=range(5, 60, 17))
+    served = vllm_agreement.serve(llm.llm_engine, requests, 16, aborted=range(5, count, 17))
     wrong, _, spread = vllm_agreement.differences(llm.llm_engine, requests, served, 16)
     counters = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     result = vllm_agreement.summary(wrong, spread)
