@@ -142,13 +142,18 @@ def calibrate(
 
     >>> plans = sketchssm.transformers.calibrate(model, text, tokenizer=tokenizer, reduction=10)  # doctest: +SKIP
     """
-    budget_rank(mean_rank, reduction)
+    rank = budget_rank(mean_rank, reduction)
     map, sketch_dtype, bits = residual_settings(map, sketch_dtype, residual_bits, method, reduction)
     joint = bool(bits) and method != "uniform"
     if prompts is not None and (not bits or method not in (None, "gradient")):
         raise ValueError(f"prompts: expected None without residuals and the method 'gradient', got {method!r}")
+    shapes = [x.layer for x in layers(model).values()]
     if reduction is not None:
-        check_reduction(reduction, [x.layer for x in layers(model).values()], check_window(window), sketch_dtype, bits)
+        check_reduction(reduction, shapes, check_window(window), sketch_dtype, bits)
+    limit = MAX_RANK if rank_max is None else check_size("rank_max", rank_max)
+    most = min(min(limit, x.key_dim, x.value_dim) for x in shapes)
+    if method == "uniform" and rank > most:
+        raise ValueError(f"mean_rank: expected at most {most} for a uniform rank, got {rank!r}")
     collected = collect(
         model,
         text,
