@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from samples import map_of
 
 import sketchssm as ss
-from sketchssm.calibrate.allocation import METHODS
+from sketchssm.calibrate.allocation import METHODS, budget_of
 from sketchssm.layer.coefficients import MAPS
 from sketchssm.layer.recurrence import Layer
 from sketchssm.plans import traffic
@@ -320,3 +320,16 @@ def test_scores_that_are_no_sums_of_squares(name, wrong, rng):
     getattr(layers[1], name).flat[3] = wrong
     with pytest.raises(ValueError, match=r"^scores: expected finite sums of at least 0, .* layer 1: are the keys"):
         ss.allocate_ranks(layers, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "budget"),
+    [
+        *(({}, (7, 10)), ({"reduction": 9}, (7, 9)), ({"mean_rank": 4}, (4, None))),
+        *(({"map": "ridge"}, (7, None)), ({"map": "subspace"}, (7, 10))),
+        *(({"method": method}, (7, None)) for method in ("uniform", "sensitivity")),
+        ({"method": "error"}, (7, 10)),
+    ],
+)
+def test_a_budget_has_residuals_unless_other_settings_exclude_them(given, budget):
+    assert budget_of(**{"mean_rank": None, "reduction": None} | given) == budget

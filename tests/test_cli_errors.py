@@ -19,7 +19,7 @@ calibrate good.npz --out out --mean-rank 500 --method uniform | mean_rank: expec
 plan good.npz silent.npz --error 1 --out new | silent: moments:
 evaluate good.npz silent.npz SMALL | silent: moments: expected samples
 evaluate other.npz narrow.npz --window 8 --systems ablation/full-method --mean-rank 5 | narrow: mean_rank: expected 1
-calibrate plain.npz --out out --method gradient | needs gradients
+calibrate plain.npz --out out --mean-rank 2 --method gradient | needs gradients
 calibrate good.npz good.npz --out new | different names
 calibrate good.npz other.npz --out new.safetensors | --out: expected a folder for 2 trace files, got the file new.saf
 plan good.npz other.npz --error 1 --out new.safetensors | --out: expected a folder for 2 trace files, got the file new

@@ -73,7 +73,7 @@ def test_the_model_is_left_as_it_was(qwen):
     model = copy.deepcopy(qwen).train()
     model.lm_head.weight.requires_grad_(False)
     before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    st.calibrate(model, text(), window=WINDOW)
+    st.calibrate(model, text(), window=WINDOW, mean_rank=3)
     assert model.training
     assert before == {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -84,7 +84,7 @@ def test_backward_passes_keep_the_inputs_of_blocks_alone(qwen):
     """A block of layers runs again for its gradients; afterwards its forward is that of its class."""
     model, runs = copy.deepcopy(qwen), []
     model.model.layers[1].input_layernorm.register_forward_hook(lambda *given: runs.append(torch.is_grad_enabled()))
-    st.calibrate(model, text(2), window=WINDOW)
+    st.calibrate(model, text(2), window=WINDOW, mean_rank=3)
     assert runs == [False, True, True, False, True, True]  # a trial of both passes, moments, scores
     assert not any("forward" in vars(module) for module in model.modules())
 
@@ -139,7 +139,7 @@ def test_formats_of_sketches(qwen, tmp_path):
 
 def test_progress(qwen):
     labels = []
-    st.calibrate(qwen, text(5), window=WINDOW, progress=labels.append)
+    st.calibrate(qwen, text(5), window=WINDOW, mean_rank=3, progress=labels.append)
     assert labels[:2] == ["moments, row 1 of 3", "moments, row 2 of 3"]
     assert labels[3:] == ["bases", "scores, row 1 of 2", "scores, row 2 of 2"]
 
@@ -416,7 +416,7 @@ MARKS = torch.ones((1, 16), dtype=torch.bool)
         ({"reduction": 1.7, "method": "uniform"}, r"reduction: expected None with the method 'uniform'"),
         ({"reduction": 1.7, "prompts": prompt(1, 16)}, r"answers: expected an argument beside prompts, got None"),
         ({"reduction": 1.7, "answers": MARKS}, r"prompts: expected an argument beside answers, got None"),
-        ({"prompts": prompt(1, 16), "answers": MARKS}, r"prompts: expected None without residuals"),
+        ({"mean_rank": 3, "prompts": prompt(1, 16), "answers": MARKS}, r"prompts: expected None without residuals"),
         ({"reduction": 1.7, "prompts": prompt(1, 5), "answers": MARKS}, r"prompts: expected rows of at least 6 tok"),
         ({"reduction": 1.7, "prompts": prompt(1, 16) + 64, "answers": MARKS}, r"prompts: expected token ids from 0"),
         ({"reduction": 1.7, "prompts": prompt(1, 16), "answers": MARKS[:, 1:]}, r"answers: expected the 1 rows of p"),

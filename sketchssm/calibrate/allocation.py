@@ -186,12 +186,21 @@ def allocate_ranks(
     return Allocation(chosen, objective, bound, budget, spent, method, cost.form.name, residual_bits)
 
 
-def budget_rank(mean_rank: Any, reduction: Any) -> float:
-    """Check the mean rank of a budget, by default 7; ValueError beside a reduction, which is a budget of its own."""
+def budget_of(
+    mean_rank: Any, reduction: Any, map: str | CoefficientMap | None = None, method: str | None = None
+) -> tuple[float, float | None]:
+    """Check a budget: a mean rank, or a reduction of traffic, which asks for residuals.
+
+    The default is a reduction of 10, or mean rank 7 where the map or the method is of pure sketches.
+    """
     if None not in (mean_rank, reduction):
         raise ValueError(f"mean_rank: expected none beside a reduction, got {mean_rank!r}")
-    check_mean_rank(7 if mean_rank is None else mean_rank)
-    return 7.0 if mean_rank is None else float(mean_rank)
+    pure = method in ("sensitivity", "uniform") or (map is not None and CoefficientMap.of(map).name != "subspace")
+    if mean_rank is None and reduction is None and not pure:
+        reduction = 10.0
+    rank = 7.0 if mean_rank is None else mean_rank
+    check_mean_rank(rank)
+    return float(rank), reduction
 
 
 def check_mean_rank(mean_rank: Any) -> None:

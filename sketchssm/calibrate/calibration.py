@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.calibrate.allocation import budget_rank
+from sketchssm.calibrate.allocation import budget_of
 from sketchssm.calibrate.joint import JointScores, some_scores
 from sketchssm.calibrate.plans import (
     joint_plans,
@@ -23,7 +23,7 @@ from sketchssm.calibrate.plans import (
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.calibrate.sums import Accumulator
 from sketchssm.layer.checks import check_size
-from sketchssm.layer.coefficients import CoefficientMap
+from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.recurrence import Layer, check_instance
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.files import FileFormat, check_array, load_file, save_file
@@ -157,10 +157,11 @@ class Calibration:
         Parameters
         ----------
         mean_rank : float, optional
-            Budget: the read traffic of all heads of all layers at this rank. Default: 7, without a `reduction`.
+            Budget: the read traffic of all heads of all layers at this rank. Default: 7 without joint scores, or
+            with a `map` or a `method` that has no residuals.
         reduction : float, optional
             Budget of plans with residuals, in place of `mean_rank`: how many times less state traffic than standard
-            decode.
+            decode. Default: 10.
         map : CoefficientMap or str, optional
             Coefficient map. Default: "subspace" with residuals, else "ridge".
         sketch_dtype : {"float32", "bfloat16", "int8"}, optional
@@ -297,9 +298,11 @@ def make_plans(
     rank_max: int | None,
 ) -> tuple[dict[str, SketchPlan], AllocationSummary]:
     """Plans by the names of the layers, and how ranks were allocated; see `Calibration.plans`."""
-    chosen, form, bits = residual_settings(map, sketch_dtype, residual_bits, method, reduction)
-    mean_rank = budget_rank(mean_rank, reduction)
     layers = calibration.layers
+    if any(own.joint is None for own in layers.values()) and (mean_rank, reduction, residual_bits) == (None, None, 0):
+        map = map or DEFAULT_MAP
+    mean_rank, reduction = budget_of(mean_rank, reduction, map, method)
+    chosen, form, bits = residual_settings(map, sketch_dtype, residual_bits, method, reduction)
     bases: Any = [own.basis for own in layers.values()]
     if bits and method != "uniform":
         joint = _joint_scores(calibration, "joint", bits, method, form, rank_max)

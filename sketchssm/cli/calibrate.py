@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     type=PATH,
     help="Plan file or, for several trace files, a folder with one plan each. For --model: file of all plans.",
 )
-@click.option("--mean-rank", type=AT_LEAST_ONE, help="Budget: the read bytes of all heads at this rank.  [default: 7]")
+@click.option("--mean-rank", type=AT_LEAST_ONE, help="Budget without residuals: the read bytes at this rank.")
 @click.option(
     "--reduction",
     type=POSITIVE,
     help="Budget of plans with residuals: how many times less traffic than standard decode. Each head gets a rank and "
-    "1 to 3 bits, or those of --residual-bits.",
+    "1 to 3 bits, or those of --residual-bits.  [default: 10; --mean-rank 7 for other maps and some methods]",
 )
 @click.option("--sample", type=NUMBERS, help="For --model: tokens for bases and tokens for ranks, instead of --rows.")
 @click.option(
@@ -67,10 +67,13 @@ def command(
     Bases are fitted on the first two thirds of the calibration sequences and ranks are scored on the rest. Several
     files share one budget: ranks go to the layers and heads that need them. So do the layers of a model.
     """
+    from sketchssm.calibrate.allocation import budget_of
     from sketchssm.cli.output import Output, plan_paths
 
     if reduction is not None:
         options.refuse("with --reduction", ("mean_rank",))
+    rank, reduction = budget_of(mean_rank, reduction, settings.map, settings.method)
+    mean_rank = rank if reduction is None else None
     budget: dict[str, Any] = {"mean_rank": mean_rank, "reduction": reduction, "rank_max": rank_max}
     if calibration is not None:
         options.refuse("with --from", ("keep", "imported", "window", "sample", "resume"))
@@ -105,7 +108,7 @@ def _from_traces(
     rank_max: int | None,
 ) -> None:
     """Make one plan for each trace file."""
-    from sketchssm.calibrate.allocation import budget_rank
+    from sketchssm.calibrate.allocation import budget_of
     from sketchssm.calibrate.plans import (
         calibrate,
         joint_plans,
@@ -122,7 +125,7 @@ def _from_traces(
 
     chosen = settings.map, settings.sketch_dtype, settings.residual_bits, settings.method
     _, form, bits = residual_settings(*chosen, reduction)
-    mean_rank = budget_rank(mean_rank, reduction)
+    mean_rank, _ = budget_of(mean_rank, reduction)
     layers = []
     with output.progress("calibrating", len(traces)) as step:
         for path in traces:

@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from sketchssm import cuda
-from sketchssm.calibrate.allocation import METHODS
+from sketchssm.calibrate.allocation import METHODS, budget_of
 from sketchssm.heads.registry import BACKENDS
 from sketchssm.layer.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS
@@ -136,8 +136,10 @@ def _settings(
     params = click.get_current_context().params
     if method == "perturbation" and not (params.get("model") or params.get("calibration")):
         raise click.UsageError("--method: expected perturbation with --model or --from only")
-    asked = params.get("reduction")  # of `calibrate`: asks for residuals too
-    residual = residual_bits != "0" or asked is not None
+    residual = residual_bits != "0"
+    if "reduction" in params:  # of `calibrate`: a budget that asks for residuals too
+        rank = None if params["reduction"] else params["mean_rank"]  # the command refuses both
+        residual |= budget_of(rank, params["reduction"], map_name, method)[1] is not None
     map = CoefficientMap(map_name or ("subspace" if residual else DEFAULT_MAP), pivots, ridge)
     form = sketch_dtype or ("int8" if residual else DEFAULT_FORMAT)
     return Settings(window, map, method, form, int(residual_bits))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sketchssm.arrays import interop
-from sketchssm.calibrate.allocation import METHODS, budget_rank
+from sketchssm.calibrate.allocation import METHODS, budget_of
 from sketchssm.calibrate.basis import fit_basis
 from sketchssm.calibrate.calibration import Calibration, LayerCalibration, StoredBasis
 from sketchssm.calibrate.joint import JointScores, check_reduction
@@ -87,10 +87,11 @@ def calibrate(
         Tokens, in whole rows, that fit the bases and that score the ranks; what is left of the text is not used.
         Default: two thirds and one third of the rows.
     mean_rank : float, optional
-        Budget: the read traffic of all heads of all layers at this rank. Default: 7, without a `reduction`.
+        Budget: the read traffic of all heads of all layers at this rank, without residuals. Default: 7 with a `map` or
+        a `method` that has no residuals.
     reduction : float, optional
         Budget of plans with residuals, in place of `mean_rank`: how many times less state traffic than standard
-        decode. Each head gets a rank and 1 to 3 bits, see `sketchssm.allocate_joint`.
+        decode. Each head gets a rank and 1 to 3 bits, see `sketchssm.allocate_joint`. Default: 10.
     prompts : array of int, (rows, tokens), or sequence of arrays, optional
         For plans with residuals: rows of token ids with questions about what stands before, 16 or so. They keep in
         the sketches what the model has to remember.
@@ -135,14 +136,10 @@ def calibrate(
 
     Examples
     --------
-    >>> plans = sketchssm.transformers.calibrate(model, text, tokenizer=tokenizer, mean_rank=7)  # doctest: +SKIP
+    >>> plans = sketchssm.transformers.calibrate(model, text, tokenizer=tokenizer)  # doctest: +SKIP
     >>> plans.save("plans.safetensors")  # doctest: +SKIP
-
-    With residuals, at ten times less traffic than standard decode:
-
-    >>> plans = sketchssm.transformers.calibrate(model, text, tokenizer=tokenizer, reduction=10)  # doctest: +SKIP
     """
-    rank = budget_rank(mean_rank, reduction)
+    rank, reduction = budget_of(mean_rank, reduction, map, method)
     map, sketch_dtype, bits = residual_settings(map, sketch_dtype, residual_bits, method, reduction)
     joint = bool(bits) and method != "uniform"
     if prompts is not None and (not bits or method not in (None, "gradient")):
@@ -172,7 +169,7 @@ def calibrate(
         progress=progress,
     )
     chosen: Any = {"map": map, "sketch_dtype": sketch_dtype, "residual_bits": residual_bits}
-    return collected.plans(mean_rank, reduction, method=method, **chosen)
+    return collected.plans(None if reduction else rank, reduction, method=method, **chosen)
 
 
 def collect(

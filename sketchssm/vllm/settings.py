@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from sketchssm.calibrate.allocation import budget_rank
+from sketchssm.calibrate.allocation import budget_of
 from sketchssm.layer.checks import check_number
 from sketchssm.layer.recurrence import check_integer, check_window
 from sketchssm.layer.slots import MAX_DRAFTS
@@ -57,7 +57,7 @@ class Settings:
         check_integer("monitor", self.monitor, 0, 1 << 16)
         check_integer("tokens", self.tokens, 1024, 2**40)
         check_number("share", self.share, "a number from 0.001 to 1", lambda x: 0.001 <= x <= 1)
-        budget_rank(self.mean_rank, self.reduction)
+        budget_of(self.mean_rank, self.reduction)
         if self.reduction is not None:
             check_number("reduction", self.reduction, "a number of at least 1", lambda x: x >= 1)
         kind = "record" if self.record else self.system
