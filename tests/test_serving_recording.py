@@ -137,7 +137,7 @@ def test_a_share_of_the_time(rng, tmp_path, monkeypatch):
     monkeypatch.setattr(recording, "perf_counter", lambda: now)
     made, _, _ = recorder(tmp_path / "x", tokens=10**6, share=0.1)
     lengths, computed = np.array([1] * 300 + [3000, 20]), np.array([9, 4] * 150 + [0, 10])
-    chunks, follows = 0, 0
+    chunks, follows, followed = 0, 0, 0
     for step in range(4000):
         now += 0.1 if step != 2000 else 1e6  # an idle night
         choice = made.choose("g", lengths, computed, 300)
@@ -147,10 +147,22 @@ def test_a_share_of_the_time(rng, tmp_path, monkeypatch):
             now += 0.4 * (len(choice.chunks) + choice.end)
         assert set(choice.chunks) <= {Chunk(300, recording.CHUNK, False), Chunk(301, 20, True)}
         chunks, follows = chunks + len(choice.chunks), follows + choice.end
+        followed += choice.follow
     spent, served = 0.4 * (chunks + follows), 400 + 0.4 * (chunks + follows)
     assert 0.09 < spent / served < 0.11
+    assert 0 <= followed - STEPS * follows < STEPS
     taken = made._taken / made._served
     assert 0.8 < taken[0] / taken[1] < 1.25
+
+
+def test_bases_have_no_more_columns_than_kernels_take(rng, tmp_path):
+    layers = {"gdn": ss.Layer("gdn", 1, 32, 32)}
+    made, records, _ = recorder(tmp_path / "x", layers)
+    tokens = {"gdn": tokens_of(rng, layers["gdn"], 1, 328)}
+    for first, count in ((0, 320), (320, 8)):
+        serve(made, records, tokens, first, [(0, count)])
+        made._task.result()
+    assert records["gdn"].basis.rank_max == 16
 
 
 def test_input_that_sums_refuse_ends_the_recording(rng, tmp_path):
