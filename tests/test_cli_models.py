@@ -284,7 +284,10 @@ TASKS = f"{EVALUATE} --length 80 --plans standard --tasks keys"
         ("calibrate --out x --rows 3", "--rows: has no effect without --model"),
         ("calibrate --out x --resume y {}/text.npy", "--resume: has no effect without --model"),
         (f"{CALIBRATE} --rows 3 --sample 48,24", "--rows: has no effect with --sample"),
-        (f"{CALIBRATE} --length 24 --sample 48,72", "sample: expected at most the 96 tokens of rows, got (48, 72)"),
+        (
+            f"{CALIBRATE} --mean-rank 3 --length 24 --sample 48,72",
+            "sample: expected at most the 96 tokens of rows, got (48, 72)",
+        ),
         ("calibrate --out x --model {}", "--text: expected a text for the model to read"),
         ("calibrate --out x --model {} {}/text.npy", "--model: expected no trace files with"),
         ("calibrate --out {} --model {} --text {}/text.npy", "--out: expected a file, got the folder"),

@@ -167,13 +167,15 @@ def test_progress(qwen):
 def test_bad_settings(qwen, settings, message):
     labels = []
     with pytest.raises(ValueError, match=message):
-        st.calibrate(qwen, **({"text": text(), "window": WINDOW, "progress": labels.append} | settings))
+        st.calibrate(
+            qwen, **({"text": text(), "window": WINDOW, "mean_rank": 3, "progress": labels.append} | settings)
+        )
     assert not labels  # before any work
 
 
 def test_other_classes(qwen):
     with pytest.raises(TypeError, match=r"^text: expected a sequence of strings or of rows of token ids, got None"):
-        st.calibrate(qwen, None)
+        st.calibrate(qwen, None, mean_rank=3)
     for call in (lambda: st.calibrate("models/qwen", text()), lambda: st.patch("models/qwen", "replay")):
         with pytest.raises(TypeError, match=r"^model: expected a model, as from_pretrained returns it, got str"):
             call()
