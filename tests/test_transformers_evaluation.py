@@ -121,7 +121,7 @@ def test_bad_arguments(qwen, tmp_path):
     with pytest.raises(
         ValueError, match=r"plans: made for another model: expected a Qwen3NextForCausalLM, got a Qwen3_5"
     ):
-        st.evaluate(make("Qwen3_5"), text(), st.calibrate(qwen, text(3, 24), window=WINDOW))
+        st.evaluate(make("Qwen3_5"), text(), st.calibrate(qwen, text(3, 24), window=WINDOW, mean_rank=3))
 
 
 def test_errors_that_heads_report(qwen):

@@ -33,11 +33,11 @@ def until(label):
 @pytest.mark.parametrize(
     ("label", "settings", "left"),
     (
-        ("moments, row 2 of 3", {"method": "error"}, 4),
-        ("bases", {"method": "error"}, 2),
+        ("moments, row 2 of 3", {"mean_rank": 3, "method": "error"}, 4),
+        ("bases", {"mean_rank": 3, "method": "error"}, 2),
         ("scores, row 2 of 2", {"reduction": 1.7, **ASKED}, 5),  # two runs are the trial of both passes
         ("answers, row 2 of 2", {"reduction": 1.7, **ASKED}, 3),
-        ("scores, row 2 of 2", {"method": "perturbation"}, 4),  # the model runs once, and once more for each layer
+        ("scores, row 2 of 2", {"mean_rank": 3, "method": "perturbation"}, 4),  # one run, and one for each layer
     ),
 )
 def test_a_later_run_continues(qwen, label, settings, left, tmp_path, monkeypatch):
@@ -77,7 +77,7 @@ def test_other_sums(qwen, tmp_path):
 def test_samples(qwen):
     """Whole rows of as many tokens, for bases and for ranks; the rest of the text is left out."""
     labels = []
-    plans = st.calibrate(qwen, TEXT, window=4, method="error", sample=(25, 24), progress=labels.append)
+    plans = st.calibrate(qwen, TEXT, window=4, mean_rank=3, method="error", sample=(25, 24), progress=labels.append)
     assert labels == ["moments, row 1 of 2", "moments, row 2 of 2", "bases", "scores, row 1 of 1"]
     assert plans.allocation.tokens == 72
     for sample, message in (
@@ -86,4 +86,4 @@ def test_samples(qwen):
         ((24, 0), r"expected a positive integer, got 0"),
     ):
         with pytest.raises(ValueError, match=rf"^sample: {message}"):
-            st.calibrate(qwen, TEXT, window=4, sample=sample)
+            st.calibrate(qwen, TEXT, window=4, mean_rank=3, sample=sample)
