@@ -10,7 +10,7 @@ from test_traces import SHAPES
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.study import bench
 from sketchssm.study.bench import arrivals_device
-from sketchssm.study.bench.requests import SPARE, Requests
+from sketchssm.study.bench.runs import SPARE, Requests
 
 __all__ = ["cupy"]  # a fixture
 

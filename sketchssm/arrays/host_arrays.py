@@ -224,7 +224,7 @@ def slot_memory(
         if not hasattr(array, "shape") or is_on_device(array):
             raise TypeError(f"memory[{name!r}]: expected an array on the host, got {type(array).__name__}")
         host = memory_of(array, f"memory[{name!r}]")
-        check_memory(f"memory[{name!r}]", host, part, num_slots)
+        check_memory(f"memory[{name!r}]", host, host.__array_interface__["data"][0], part, num_slots)
         memory[name] = host.view(host_type(part.dtype))
     if unused:
         raise ValueError(f"memory: expected names of {', '.join(shapes)}, got {next(iter(unused))!r}")

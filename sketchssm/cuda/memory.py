@@ -107,20 +107,7 @@ def _pool(name: str, pool: Any, part: SlotPart, num_slots: int) -> Any:
         if where is None or type(pool).__module__.startswith("jax") or where()[0] == 1:
             raise TypeError(f"{name}: expected a writable array on the CUDA device, got {type(pool).__name__}")
         pool = cupy.from_dlpack(pool.detach() if hasattr(pool, "detach") else pool)
-    check_memory(name, _Described(pool), part, num_slots)  # type: ignore[arg-type]
+    check_memory(name, pool, int(pool.data.ptr), part, num_slots)
     if pool.device.id != cupy.cuda.Device().id:
         raise ValueError(f"{name}: expected memory of CUDA device {cupy.cuda.Device().id}, got {pool.device.id}")
     return pool
-
-
-class _Described:
-    """Properties of an array on the device that `check_memory` asks for."""
-
-    def __init__(self, array: Any) -> None:
-        self.dtype, self.shape, self.strides = array.dtype, array.shape, array.strides
-        self.flags = type("Flags", (), {"c_contiguous": array.flags.c_contiguous, "writeable": True})
-        self._array = array
-        self.__array_interface__ = {"data": (int(array.data.ptr), False)}
-
-    def __getitem__(self, index: int) -> _Described:
-        return _Described(self._array[index, ...])

@@ -6,7 +6,7 @@ engine, and results for the caller. The engine owns the memory of one layer's sl
 
 from __future__ import annotations
 
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -62,16 +62,6 @@ class Call(Protocol):
         """Return the written outputs as `out`, or as v's kind of array, shape and dtype."""
 
 
-class Context(Protocol):
-    """Context manager of a call."""
-
-    def __enter__(self) -> Call: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None: ...
-
-
 class Arrays(Protocol):
     """Converts a caller's arrays for an engine, and the engine's results for the caller."""
 
@@ -79,7 +69,7 @@ class Arrays(Protocol):
     """Fast path for a step of one token, or None. It takes q, k, v, g, beta, out and slots, and returns the outputs,
     or None for a call that it declines."""
 
-    def call(self, *arrays: Any) -> Context:
+    def call(self, *arrays: Any) -> AbstractContextManager[Call]:
         """Begin a call, on the stream of the first array on the engine's device."""
 
     def view(self, state: Any) -> Any:

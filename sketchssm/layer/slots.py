@@ -20,7 +20,6 @@ from math import prod
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 POSITION = 127
 """Bits of a cursor word that hold the position."""
@@ -75,8 +74,8 @@ PartsOf = Callable[..., tuple[SlotPart, ...]]
 """Describes the parts of an engine's slots from the arguments of its constructor without the number of slots."""
 
 
-def check_memory(name: str, array: npt.NDArray[Any], part: SlotPart, num_slots: int) -> None:
-    """Check that an array on the host can hold a part of all slots.
+def check_memory(name: str, array: Any, address: int, part: SlotPart, num_slots: int) -> None:
+    """Check that an array of NumPy or CuPy at an address can hold a part of all slots.
 
     TypeError if the type is not the part's; ValueError if shape, strides or alignment do not fit, or it is read-only.
     """
@@ -89,10 +88,10 @@ def check_memory(name: str, array: npt.NDArray[Any], part: SlotPart, num_slots: 
     apart = num_slots == 1 or array.strides[0] >= part.bytes
     if not (apart and array[0].flags.c_contiguous):
         raise ValueError(f"{name}: expected slots of {part.bytes} contiguous bytes, got strides {array.strides}")
-    first, stride = array.__array_interface__["data"][0], array.strides[0] if num_slots > 1 else 0
-    if first % part.alignment or stride % part.alignment:
+    stride = array.strides[0] if num_slots > 1 else 0
+    if address % part.alignment or stride % part.alignment:
         raise ValueError(f"{name}: expected slots aligned to {part.alignment} bytes, got strides {array.strides}")
-    if not array.flags.writeable:
+    if not getattr(array.flags, "writeable", True):
         raise ValueError(f"{name}: expected writable memory, got a read-only array")
 
 

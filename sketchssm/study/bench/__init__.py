@@ -9,28 +9,17 @@ copy bandwidth measured in the same run. Each result also has the error of the o
 `time_calibration` the sums from which plans are made.
 """
 
-from sketchssm.study.bench.arrivals import ArrivalsReport, ArrivalsResult, time_arrivals
+from sketchssm.study.bench.arrivals import ArrivalsReport, time_arrivals
 from sketchssm.study.bench.authors import measure_authors
-from sketchssm.study.bench.calibration import (
-    CalibrationReport,
-    CalibrationResult,
-    calibration_table,
-    time_calibration,
-)
+from sketchssm.study.bench.calibration import calibration_table, time_calibration
 from sketchssm.study.bench.cases import Case, Report, time_cases
 from sketchssm.study.bench.device import Workload, compile_all, device_bandwidth, device_name, measure_device
 from sketchssm.study.bench.host import available_cores, copy_bandwidth, measure_host
-from sketchssm.study.bench.peers import PEERS, Peer, measure_peer
-from sketchssm.study.bench.results import BenchResult, StepBytes, step_bytes
+from sketchssm.study.bench.peers import PEERS, measure_peer
+from sketchssm.study.bench.results import step_bytes
 from sketchssm.study.bench.shapes import COMMON, MEAN_RANKS, SHAPES, SHIPPED
 from sketchssm.study.bench.tables import arrival_tables, time_tables
-from sketchssm.study.bench.workloads import (
-    random_gate,
-    random_plan,
-    random_tokens,
-    spread_ranks,
-    systems,
-)
+from sketchssm.study.bench.workloads import random_gate, random_plan, random_tokens, spread_ranks, systems
 
 __all__ = [
     "COMMON", "MEAN_RANKS", "PEERS", "SHAPES", "SHIPPED", "ArrivalsReport", "ArrivalsResult", "BenchResult",

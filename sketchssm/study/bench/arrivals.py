@@ -23,8 +23,7 @@ from sketchssm.layer.recurrence import Tokens
 from sketchssm.study.bench.arrivals_device import inputs_on_device, run_on_device
 from sketchssm.study.bench.cases import Case
 from sketchssm.study.bench.device import compile_all, device_name
-from sketchssm.study.bench.requests import Requests
-from sketchssm.study.bench.runs import Inputs, Run, run_on_host
+from sketchssm.study.bench.runs import Inputs, Requests, Run, run_on_host
 from sketchssm.study.evaluate.measure import relative_error
 from sketchssm.study.tables import number
 

@@ -18,8 +18,7 @@ from sketchssm.layer.recurrence import Tokens
 from sketchssm.study.bench.cases import Case
 from sketchssm.study.bench.device import ACTIVATION, Workload
 from sketchssm.study.bench.graphs import Ahead, captured
-from sketchssm.study.bench.requests import Requests
-from sketchssm.study.bench.runs import Inputs, Run
+from sketchssm.study.bench.runs import Inputs, Requests, Run
 
 ON_DEVICE = 3
 """The driver's number for a copy from the device to the device."""

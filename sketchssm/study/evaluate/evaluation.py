@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import math
@@ -12,14 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from sketchssm.calibrate.traces import named_errors
-from sketchssm.plans.files import write_whole
+from sketchssm.plans.files import source_digest, write_whole
 from sketchssm.study.evaluate.measure import Measurement, measure, rounded
 from sketchssm.study.evaluate.registry import Entry
-from sketchssm.study.evaluate.store import Store
 from sketchssm.study.evaluate.study import Study
 
 RESULT_FILES = ("results.json", "results.csv", "drift.csv")
 """Files of `Evaluation.save`."""
+
+PART_FORMAT = 1
+"""Version of the content of a kept part; it enters the part's key."""
+
+SOURCES = ("**/*.py", "cuda_src/**/*.cu*", "../cuda_src/**/*.cu*")
+"""All sources that a result may depend on; the CUDA sources of an installed package, and of a checkout."""
 
 
 @dataclass(frozen=True)
@@ -97,14 +103,13 @@ def evaluate(
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise ValueError(f"traces: expected files with different names, got {', '.join(sorted(twice))} twice")
-    store = Store(None if folder is None else folder / "parts")
     layers = []
     for study, own in zip(studies, chosen, strict=True):
         systems = []
         for entry in own:
             progress(f"{study.traces.name}: {entry.name}")
             with named_errors(study.traces):
-                systems.append(_measured(entry, study, store, backend))
+                systems.append(_measured(entry, study, folder, backend))
         layers.append(_results(study, systems))
     settings = asdict(studies[0].settings) | {
         "map": str(studies[0].settings.map),
@@ -118,11 +123,41 @@ def evaluate(
     return Evaluation(settings, layers)
 
 
-def _measured(entry: Entry, study: Study, store: Store, backend: str) -> Measurement:
-    """A measurement by way of JSON, so that kept results and new ones are the same to the last digit."""
-    digest = f"{study.digest} {backend}"
-    part = store.get(digest, study.traces.name, entry.name, lambda: measure(entry, study, backend).plain())
+def _measured(entry: Entry, study: Study, folder: Path | None, backend: str) -> Measurement:
+    """A measurement, from its file if the folder has one, else made and kept.
+
+    The key of a file is a digest of traces, settings and the library's sources. A file with another key, or a broken
+    one, counts as missing. Made measurements go by way of JSON too, so that both are the same to the last digit.
+    """
+    if folder is None:
+        return Measurement.of(measure(entry, study, backend).plain())
+    named = f"{PART_FORMAT} {source_digest(*SOURCES)} {study.digest} {backend} {entry.name}"
+    key = hashlib.sha256(named.encode()).hexdigest()
+    path = folder / "parts" / study.traces.name / f"{entry.name.replace('/', '--')}.json"
+    part = _kept(path, key)
+    if part is None:
+        part = measure(entry, study, backend).plain()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, _text({"key": key, "sum": _sum(part), "part": part}).encode())
     return Measurement.of(part)
+
+
+def _kept(path: Path, key: str) -> Any:
+    """A part from its file; None if it is missing, stale or broken."""
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+        good = held["key"] == key and held["sum"] == _sum(held["part"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return held["part"] if good else None
+
+
+def _sum(part: Any) -> str:
+    return hashlib.sha256(_text(part).encode()).hexdigest()
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, allow_nan=False)
 
 
 def _results(study: Study, systems: list[Measurement]) -> LayerResults:
