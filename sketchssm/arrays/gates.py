@@ -123,20 +123,13 @@ class GateInput:
 
         Parameters
         ----------
-        rank : int
-            Process, from 0 to ``world - 1``.
-        world : int
-            Processes in the group; divides the number of heads.
+        rank, world : int
+            Process and processes; `world` divides the number of heads.
 
         Returns
         -------
         GateInput
             Parameters of the process's heads.
-
-        Raises
-        ------
-        ValueError
-            If the heads do not divide evenly, or a number is out of range.
         """
         heads = shard_range("heads", len(self.A_log), rank, world)
         return GateInput(self.A_log[heads], self.dt_bias[heads], self.lower_bound)

@@ -95,12 +95,7 @@ class Snapshot(Stored):
         Parameters
         ----------
         owner : mapping
-            The head's, from `owner_of`.
-
-        Raises
-        ------
-        ValueError
-            If the snapshot has a different owner, or its arrays do not fit the owner's parts.
+            The head's, from `owner_of`; ValueError if it is not the snapshot's, or the arrays do not fit its parts.
         """
         for name, want in owner.items():
             if self.owner.get(name) != want:

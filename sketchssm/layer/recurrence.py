@@ -216,11 +216,6 @@ class Layer:
         -------
         Layer
             The process's own layer, with ``heads // world`` heads and ``max(key_heads // world, 1)`` key heads.
-
-        Raises
-        ------
-        ValueError
-            See `shard_heads`.
         """
         heads, keys = self.shard_heads(rank, world)
         return replace(self, heads=heads.stop - heads.start, key_heads=keys.stop - keys.start)

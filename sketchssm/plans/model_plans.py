@@ -77,9 +77,7 @@ class AllocationSummary:
     mean_rank: float  # budget: the read traffic of all heads at this rank; of joint allocation the mean of its ranks
     method: str  # score that the table minimises, see `sketchssm.allocate_ranks` and `sketchssm.allocate_joint`
     gap: float  # no rank table within the budget reduces the objective by a larger share
-    retained: dict[
-        str, float
-    ]  # retained energy (of rank scores least-squares) of the state reads on the scored text, by layer
+    retained: dict[str, float]  # by layer: energy of state reads on the scored text (of rank scores least-squares)
     tokens: int  # of calibration text
 
     def __post_init__(self) -> None:
@@ -103,11 +101,6 @@ class ModelPlans(Stored, Mapping[str, SketchPlan]):
         The model that the plans belong to; its layers are those of `plans`.
     allocation : AllocationSummary
         How the ranks were allocated.
-
-    Attributes
-    ----------
-    fingerprint, allocation
-        As given.
 
     Raises
     ------

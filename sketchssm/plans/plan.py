@@ -83,12 +83,8 @@ class SketchPlan(Stored):
         `prior` and `offline`.
     projection : ndarray of float32, (heads, K, rank_max)
         The map's shared projection Pi: `omega` itself, or ``E0 omega``.
-    window : int
-        As given.
     map : CoefficientMap
         As given, with all parameters.
-    sketch_dtype : str
-        Format of sketches and maps.
     residual_bits : ndarray of int64, (heads,)
         Bits of each head's residual; 0 for a head without one and for a full-state head.
 
@@ -203,26 +199,16 @@ class SketchPlan(Stored):
     def shard(self, rank: int, world: int) -> SketchPlan:
         """Plan of the heads of one process of a tensor-parallel group, as vLLM and Megatron split a layer.
 
-        Process r holds the value heads ``r * heads / world`` to ``(r + 1) * heads / world`` and their key heads. If
-        there are more processes than key heads, several processes hold the same key head.
-
         Parameters
         ----------
-        rank : int
-            Process, from 0 to ``world - 1``.
-        world : int
-            Processes in the group. Divides the heads, and divides the key heads or is a multiple of them.
+        rank, world : int
+            Process and processes, see `Layer.shard_heads`.
 
         Returns
         -------
         SketchPlan
             The plan of the layer ``plan.layer.shard(rank, world)``. Heads keep their ranks, so `mean_rank` and
             `reduction` may differ from process to process.
-
-        Raises
-        ------
-        ValueError
-            If the heads or key heads do not divide evenly, or a number is out of range.
 
         Examples
         --------

@@ -91,8 +91,6 @@ class KeyMoments:
 
     Attributes
     ----------
-    layer : Layer
-        As given.
     key_gram, query_gram : ndarray of float64, (key_heads, K, K)
         Sums of ``k k^T`` and of ``q q^T / |q|^2`` over tokens.
     tokens : int
@@ -247,17 +245,10 @@ class KeyReducedHead(ReducedHead):
     ----------
     reduction : KeyReduction
         Channels, from `KeyMoments.reduce`.
-    num_slots : int
-        Number of state slots.
-    backend : {"auto", "reference", "cpu"}, default "auto"
-        Where to run.
+    num_slots, backend : int and str
+        See `StandardHead`; there is no backend "cuda".
     fold : bool, default True
         Whether dropped channels are folded into the kept ones.
-
-    Attributes
-    ----------
-    reduction : KeyReduction
-        As given.
     """
 
     def __init__(self, reduction: KeyReduction, num_slots: int, backend: str = "auto", *, fold: bool = True) -> None:

@@ -34,8 +34,6 @@ class ChannelScores:
 
     Attributes
     ----------
-    layer : Layer
-        As given.
     energy : ndarray of float64, (key_heads, K)
         Sum of the squared scores over tokens.
     tokens : int
@@ -152,15 +150,8 @@ class PrunedHead(ReducedHead):
         Kind and shape, of any kind but gdn.
     keep : array_like of bool, (key_heads, K)
         True for kept channels, from `ChannelScores.keep`.
-    num_slots : int
-        Number of state slots.
-    backend : {"auto", "reference", "cpu"}, default "auto"
-        Where to run.
-
-    Attributes
-    ----------
-    keep : ndarray of bool, (key_heads, K)
-        As given.
+    num_slots, backend : int and str
+        See `StandardHead`; there is no backend "cuda".
 
     Raises
     ------

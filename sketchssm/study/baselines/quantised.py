@@ -21,12 +21,8 @@ class QuantisedHead(DecodeHead):
 
     Parameters
     ----------
-    layer : Layer
-        Kind and shape.
-    num_slots : int
-        Number of state slots.
-    backend : {"auto", "reference", "cpu"}, default "auto"
-        Where to run.
+    layer, num_slots, backend : Layer, int and str
+        See `StandardHead`; there is no backend "cuda".
     bits : int, default 8
         Bits per element of the state, 2 to 16.
 
@@ -52,12 +48,8 @@ class CopyReadHead(DecodeHead):
 
     Parameters
     ----------
-    layer : Layer
-        Kind and shape.
-    num_slots : int
-        Number of state slots.
-    backend : {"auto", "reference", "cpu"}, default "auto"
-        Where to run.
+    layer, num_slots, backend : Layer, int and str
+        See `StandardHead`; there is no backend "cuda".
     bits : int, default 4
         Bits per element of the copy, 2 to 16.
     window : int, default 16

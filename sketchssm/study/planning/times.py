@@ -43,18 +43,7 @@ class StepTimes:
         self._known: dict[str, float] = {}
 
     def __call__(self, plans: Sequence[SketchPlan]) -> float:
-        """Measure the seconds of a step.
-
-        Parameters
-        ----------
-        plans : sequence of SketchPlan
-            Plans of all layers.
-
-        Returns
-        -------
-        float
-            Sum over the layers.
-        """
+        """Measure the seconds of a step, the sum over the plans of all layers."""
         names = (f"{plan} {plan.ranks.tolist()} {plan.residual_bits.tolist()}" for plan in plans)
         return sum(self._time(n, sketch_system(plan, "sketch"), plan) for n, plan in zip(names, plans, strict=True))
 
