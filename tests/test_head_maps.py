@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from samples import plan_of, relative, states_of, tokens_of
 
 import sketchssm as ss
+from sketchssm.cpu.maps import cholesky
 from sketchssm.cpu.sketch import SketchEngine
-from sketchssm.cpu.small import cholesky
 from sketchssm.layer.coefficients import MAPS, RIDGE_FLOOR
 from sketchssm.layer.recurrence import FULL_STATE, Layer
 from sketchssm.reference import maps

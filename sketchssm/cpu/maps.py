@@ -40,7 +40,6 @@ from sketchssm.cpu.packed import (
 )
 from sketchssm.cpu.residual import store_residual
 from sketchssm.cpu.simd import Pointer, bfloats, copy, doubles, floats, fma, load, padded, splat, store, total
-from sketchssm.cpu.small import cholesky, cholesky_solve
 from sketchssm.cpu.tiles import accumulate, dots
 from sketchssm.reference.maps import PIVOT_TOLERANCE
 
@@ -254,7 +253,7 @@ def _factors(m: Record, at: Record, buf: Pointer, slot: int, head: int, mu: floa
     for g in range(rank):
         for i in range(rows):
             solution[i] = inverse[g] * buf[at.low + i * lanes + g]
-        cholesky_solve(small, rows, solution)
+        _cholesky_solve(small, rows, solution)
         for i in range(rows):
             floats(m.factors)[factors + (1 + i) * rank + g] = solution[i]
             buf[at.low + i * lanes + g] *= -floats(m.factors)[factors + g]
@@ -292,3 +291,33 @@ def _ridge_span(m: Record, at: Record, buf: Pointer, rank: int, mu: float, unit:
     for g in range(rank - 2, -1, -1):
         below, right = at.span + (g + 1) * v, at.low + (g + 1) * lanes + g
         accumulate(buf, at.span + g * v, 0, 1, v, buf, at.ones, buf, right, lanes, 0, buf, below, v, rank - 1 - g)
+
+
+@njit
+def cholesky(a: Pointer, n: int, least: float) -> None:
+    """Replace the lower triangle of a matrix, in rows without gaps, with its Cholesky factor, the diagonal inverted.
+
+    `least` is a lower bound of the exact matrix's eigenvalues, and so of its pivots. A pivot that rounding took below
+    the bound, or below zero, is raised to the bound.
+    """
+    for i in range(n):
+        for j in range(i + 1):
+            value = a[i * n + j]
+            for k in range(j):
+                value -= a[i * n + k] * a[j * n + k]
+            a[i * n + j] = 1.0 / math.sqrt(max(value, least)) if i == j else value * a[j * n + j]
+
+
+@njit
+def _cholesky_solve(factor: Pointer, n: int, x: Pointer) -> None:
+    """Solve in place, given the factor from `cholesky`."""
+    for i in range(n):
+        value = x[i]
+        for k in range(i):
+            value -= factor[i * n + k] * x[k]
+        x[i] = value * factor[i * n + i]
+    for i in range(n - 1, -1, -1):
+        value = x[i]
+        for k in range(i + 1, n):
+            value -= factor[k * n + i] * x[k]
+        x[i] = value * factor[i * n + i]

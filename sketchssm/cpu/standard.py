@@ -11,17 +11,7 @@ import numpy.typing as npt
 from sketchssm.arrays.host_arrays import HostArrays
 from sketchssm.arrays.options import DEFAULTS, HOST_OPTIONS, EngineOptions
 from sketchssm.cpu.jit import Kernel, njit, pasted
-from sketchssm.cpu.layout import (
-    COMMIT,
-    DRAFT,
-    FLOAT32,
-    STEP,
-    Memory,
-    Record,
-    areas_record,
-    blank,
-    call_record,
-)
+from sketchssm.cpu.layout import COMMIT, DRAFT, FLOAT32, STEP, Memory, Record, areas_record, blank, call_record
 from sketchssm.cpu.llvm import LANES
 from sketchssm.cpu.parts import Array, slot_parts, standard_parts
 from sketchssm.cpu.simd import Pointer, copy, exp, floats, fma, integers, load, splat, store, total
