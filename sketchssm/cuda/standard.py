@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from sketchssm.arrays.options import DEFAULTS, HOST_OPTIONS, EngineOptions
-from sketchssm.cuda.arrays import DeviceArrays
 from sketchssm.cuda.constants import STANDARD_WARPS
-from sketchssm.cuda.device_slots import DeviceSlots
 from sketchssm.cuda.direct import DirectStep
+from sketchssm.cuda.engine import DeviceEngine
 from sketchssm.cuda.kernel_parameters import KERNELS, TOKEN_STEPS
 from sketchssm.cuda.launch import Launcher
-from sketchssm.cuda.limits import check_layer
 from sketchssm.cuda.memory import slot_parts
 from sketchssm.cuda.modules import Variant, load, warmup
-from sketchssm.cuda.parameters import gate_argument, layer_constants
 from sketchssm.cuda.pointer import Pointer, Slots, StepInputs
 from sketchssm.cuda.slots import COMMIT, COPY, SLOTS, part_of
 from sketchssm.layer.recurrence import Layer
@@ -31,24 +28,17 @@ def standard_draft_variant(step: Variant, drafts: int) -> Variant:
     return Variant("standard_draft", dict(step.constants) | {"DRAFTS": drafts})
 
 
-class StandardEngine:
+class StandardEngine(DeviceEngine):
     """The kernels of ``standard.cu`` and ``standard_draft.cu`` on a layer's slots; see `ExactEngine`."""
 
     supports: ClassVar = HOST_OPTIONS | {"activation_dtype", "output_dtype", "drafts"}
-    window = 1
 
     def __init__(self, layer: Layer, num_slots: int, options: EngineOptions = DEFAULTS) -> None:
-        check_layer(layer)
-        self.layer, self.num_slots, self._options = layer, num_slots, options
+        super().__init__(layer, num_slots, options)
         self.drafts = options.drafts
         # rows of a warp, measured on H200; eight rows of 16 bits have as many bytes in flight as four of float32
         self._value_rows = 4 if layer.erases and options.state_dtype == "float32" else 8
-        self._gate = gate_argument(options.gate)
-        self.slots = slots = DeviceSlots(layer, num_slots, options)
-        self.arrays = DeviceArrays(layer, options, slots.overlaps)
-        self.state, self.memory = slots.state, slots.memory
-        self.load_state, self.reset, self.adopt = slots.load, slots.reset, slots.begin
-        self.copy, self.rejoin, self.left_out = slots.copy, slots.rejoin, slots.left_out
+        self.load_state, self.adopt = self.slots.load, self.slots.begin
         self._step: Launcher | None = None
         self._drafts: tuple[Launcher, ...] = ()  # of drafts and of commits
 
@@ -57,23 +47,12 @@ class StandardEngine:
         """Parts of a slot; see `sketchssm.heads.engine.ExactEngine`."""
         return slot_parts(layer, options)
 
-    @property
-    def parts(self) -> tuple[SlotPart, ...]:
-        """See `sketchssm.heads.engine.ExactEngine`."""
-        return self.slots.parts
-
-    @property
-    def position(self) -> Any:
-        """See `sketchssm.heads.engine.Engine`."""
-        return self.slots.position
-
     def fit(self) -> None:
         """Nothing: every device is large enough."""
 
     def variants(self) -> list[Variant]:
         """Every kernel of a step."""
-        constants = layer_constants(self.layer, self._options, self.arrays.activation_dtype, self.arrays.output_dtype)
-        return [Variant("standard", constants | {"ROWS": self._value_rows})]
+        return [Variant("standard", self._constants() | {"ROWS": self._value_rows})]
 
     def warmup(self, activation_dtype: str | None = None, drafts: bool = False) -> None:
         """See `sketchssm.heads.engine.Engine`; kernels are compiled in parallel."""

@@ -7,18 +7,16 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sketchssm.arrays.options import DEFAULTS, HOST_OPTIONS, EngineOptions
-from sketchssm.cuda.arrays import DeviceArrays
 from sketchssm.cuda.constants import DRAFT, FOLD, LOAD, MAPS, STEP, TYPES
-from sketchssm.cuda.device_slots import DeviceSlots
 from sketchssm.cuda.direct import DirectStep
+from sketchssm.cuda.engine import DeviceEngine
 from sketchssm.cuda.flushes import Encodes, Flushes
 from sketchssm.cuda.kernel_parameters import KERNELS, LENGTHS
 from sketchssm.cuda.layout import PackedPlan, pack_full_state, pack_plan
-from sketchssm.cuda.limits import check_layer, check_plan, check_shared, check_window
+from sketchssm.cuda.limits import check_plan, check_shared, check_window
 from sketchssm.cuda.memory import slot_parts
 from sketchssm.cuda.modules import Variant, load, warmup
 from sketchssm.cuda.occupancy import blocks_per_multiprocessor, read_pace
-from sketchssm.cuda.parameters import gate_argument, layer_constants
 from sketchssm.cuda.pointer import Pointer, Slots, StepInputs
 from sketchssm.cuda.reads import DraftReads, Reads, draft_variant
 from sketchssm.cuda.slots import COMMIT, COPY, SLOTS, part_of
@@ -28,7 +26,7 @@ from sketchssm.layer.slots import MAX_DRAFTS, SlotPart
 from sketchssm.plans.plan import SketchPlan
 
 
-class WindowEngine:
+class WindowEngine(DeviceEngine):
     """The kernels of ``read.cu``, ``flush.cu`` and ``read_draft.cu`` on a layer's slots; see `ExactEngine`.
 
     `packed` tells which heads have a sketch, and the map of the sketches.
@@ -40,20 +38,13 @@ class WindowEngine:
         import cupy
         import ml_dtypes
 
-        check_layer(layer)
         check_window(window)
-        self.layer, self.num_slots, self.window = layer, num_slots, window
-        self._options, self._packed = options, packed
-        self._sketched = packed.full_state < layer.heads
-        self.slots = slots = DeviceSlots(layer, num_slots, options, window, packed)
-        self.arrays = DeviceArrays(layer, options, slots.overlaps)
-        self.state, self.memory, self.drafts = slots.state, slots.memory, min(MAX_DRAFTS, window - 1)
-        self.copy, self.rejoin, self.left_out = slots.copy, slots.rejoin, slots.left_out
-        self.reset, self.commit = slots.reset, slots.commit
+        super().__init__(layer, num_slots, options, window, packed)
+        self.drafts, self.commit = min(MAX_DRAFTS, window - 1), self.slots.commit
+        self._packed, self._sketched = packed, packed.full_state < layer.heads
         rows = packed.projection
         if packed.dtype != "float32":
             rows = rows.astype(ml_dtypes.bfloat16).view(np.uint16)
-        self._gate = gate_argument(options.gate)
         self._projection = cupy.asarray(rows if rows.size else np.zeros(1, rows.dtype))
         self._basis = cupy.asarray(packed.basis if packed.basis.size else np.zeros(4, np.uint16))
         self._heads, self._order = cupy.asarray(packed.heads), cupy.asarray(packed.order)
@@ -63,22 +54,12 @@ class WindowEngine:
         self._unsketched = False  # whether states were loaded before the flush kernel could be
         self.arrays.device.synchronize()  # the first call may come on another stream
 
-    @property
-    def parts(self) -> tuple[SlotPart, ...]:
-        """See `sketchssm.heads.engine.ExactEngine`."""
-        return self.slots.parts
-
-    @property
-    def position(self) -> Any:
-        """See `sketchssm.heads.engine.Engine`."""
-        return self.slots.position
-
     def variants(self) -> list[Variant]:
         """Every kernel of a step: read, flush, and encode if the flush does not sketch (ENCODES)."""
         import cupy
 
-        packed, layer, arrays = self._packed, self.layer, self.arrays
-        constants = layer_constants(layer, self._options, arrays.activation_dtype, arrays.output_dtype) | {
+        packed, layer = self._packed, self.layer
+        constants = self._constants() | {
             "W": self.window,
             "FULL_STATE_HEADS": packed.full_state,
             "SKETCHED_HEADS": layer.heads - packed.full_state,
