@@ -344,7 +344,7 @@ def test_ablations_beside_residuals(study):
     beside = Study(study.traces, settings, ranks=(1, 3), mean_rank=3)
     names = names_of(beside)
     assert "ablation/allocation-sensitivity" not in names and "ablation/allocation-gradient" in names
-    with pytest.raises(ValueError, match=r"^method: expected 'gradient', 'perturbation', 'error' or 'uniform' with residuals"):
+    with pytest.raises(ValueError, match=r"^method: expected .* or 'uniform' with residuals"):
         beside.calibrated().plan(3, "subspace", "sensitivity", sketch_dtype="int8", residual_bits=2)
     with pytest.raises(ValueError, match=r"^map: expected 'subspace' with residuals"):
         beside.calibrated().plan(3, "ridge", sketch_dtype="int8", residual_bits=2)

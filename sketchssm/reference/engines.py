@@ -167,10 +167,10 @@ class StandardEngine:
         if self.layer.erases:
             self.memory["betas"][slot, :, place] = token.beta
 
-    def _ring(self, slot: int, stop: int, start: int = 0) -> Ring:
-        """Tokens from `start` to `stop` of the slot's ring, with a key per value head."""
-        k, v, g = (self.memory[name][slot, :, start:stop] for name in ("keys", "values", "gates"))
-        beta = self.memory["betas"][slot, :, start:stop] if self.layer.erases else None
+    def _ring(self, slot: int, stop: int) -> Ring:
+        """Tokens of the slot's ring up to `stop`, with a key per value head."""
+        k, v, g = (self.memory[name][slot, :, :stop] for name in ("keys", "values", "gates"))
+        beta = self.memory["betas"][slot, :, :stop] if self.layer.erases else None
         return Ring(self.layer.expand_keys(k, axis=0), v, g, beta)
 
 

@@ -34,13 +34,13 @@ class StrongQR(NamedTuple):
     swaps: int
 
 
-def strong_rrqr(gram: Array, count: int, growth: float = GROWTH) -> StrongQR:
+def strong_rrqr(gram: Array, count: int) -> StrongQR:
     """Pick `count` columns of a matrix M by a strong rank-revealing QR (Gu and Eisenstat, 1996, algorithm 4).
 
     The method needs only ``gram = M^T M (K, K)``. With ``M P = Q [[A, B], [0, C]]``, swapping kept column i for
     dropped column j multiplies the volume ``det A`` by ``rho_ij = sqrt((A^-1 B)_ij^2 + (|C_j| |row i of A^-1|)^2)``.
     Columns start in the order of a pivoted QR, and the pair of the largest rho is swapped until none is above
-    `growth`, which is above 1. Each swap makes the volume larger, so the search ends. The source of DRRQR stops after
+    `GROWTH`. Each swap makes the volume larger, so the search ends. The source of DRRQR stops after
     at most 20 swaps; this function does not.
 
     For a matrix whose rank is below `count`, the result is the first columns of the pivoted QR: there is no volume to
@@ -55,7 +55,7 @@ def strong_rrqr(gram: Array, count: int, growth: float = GROWTH) -> StrongQR:
         inverse = solve_triangular(r[:count, :count], np.eye(count))
         rest = np.linalg.norm(r[count:, count:], axis=0)
         rho = np.hypot(inverse @ r[:count, count:], np.linalg.norm(inverse, axis=1)[:, None] * rest)
-        if rho.max(initial=0.0) <= growth:
+        if rho.max(initial=0.0) <= GROWTH:
             break
         i, j = np.unravel_index(rho.argmax(), rho.shape)
         order[[i, count + j]] = order[[count + j, i]]
