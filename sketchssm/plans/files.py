@@ -133,11 +133,7 @@ def source_digest(*patterns: str) -> str:
     return text.hexdigest()
 
 
-def load_file(
-    path: str | os.PathLike[str],
-    form: FileFormat,
-    build: Callable[..., T],
-) -> T:
+def load_file(path: str | os.PathLike[str], form: FileFormat, build: Callable[..., T]) -> T:
     """Read a file that `save_file` wrote and build its object.
 
     `build` takes the tensors as a dict and each field by name; its exceptions mean that the file contradicts itself.

@@ -20,16 +20,7 @@ from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, KINDS, PROPERTIES, check_choice
 from sketchssm.layer.residual import residual_bytes
 
-__all__ = [
-    "compressed",
-    "read_only_copy",
-    "reduction",
-    "replay",
-    "sketch",
-    "sketch_read",
-    "standard",
-    "state_bytes",
-]
+__all__ = ["compressed", "read_only_copy", "reduction", "replay", "sketch", "sketch_read", "standard", "state_bytes"]
 
 Bytes = npt.NDArray[np.float64]
 

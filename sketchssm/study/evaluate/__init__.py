@@ -9,14 +9,4 @@ from sketchssm.study.evaluate.measure import Measurement, measure
 from sketchssm.study.evaluate.registry import Entry, entries, select
 from sketchssm.study.evaluate.study import Study
 
-__all__ = [
-    "Entry",
-    "Evaluation",
-    "LayerResults",
-    "Measurement",
-    "Study",
-    "entries",
-    "evaluate",
-    "measure",
-    "select",
-]
+__all__ = ["Entry", "Evaluation", "LayerResults", "Measurement", "Study", "entries", "evaluate", "measure", "select"]
