@@ -19,7 +19,6 @@ from sketchssm.cli.options import AT_LEAST_ONE, COUNT, NOT_NEGATIVE, NUMBERS, OL
 from sketchssm.layer.checks import ACTIVATIONS
 from sketchssm.layer.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS
-from sketchssm.layer.residual import RESIDUAL_BITS
 
 BATCHES = {"cuda": (1, 8, 32, 128, 256, 512), "cpu": (1, 8, 32)}
 ARRIVING = {"cuda": (32, 128, 256), "cpu": (8, 32)}
@@ -54,12 +53,7 @@ ARRIVING = {"cuda": (32, 128, 256), "cpu": (8, 32)}
     default=(DEFAULT_FORMAT,),
     help="Format of sketches and maps; may be repeated.",
 )
-@click.option(
-    "--residual-bits",
-    type=click.Choice([str(bits) for bits in RESIDUAL_BITS]),
-    default="0",
-    help="Bits of the residuals of sketches with --map subspace.",
-)
+@options.residual_bits
 @click.option(
     "--plan",
     "plan_files",

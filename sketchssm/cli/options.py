@@ -101,6 +101,12 @@ backend = click.option(
 )
 seed = click.option("--seed", type=int, default=0, help="Seed of random bases and inputs.")
 rank_max = click.option("--rank-max", type=COUNT, help="Largest rank of a head.  [default: 16, the most on CUDA]")
+residual_bits = click.option(
+    "--residual-bits",
+    type=click.Choice([str(bits) for bits in RESIDUAL_BITS]),
+    default="0",
+    help="Bits of the codes of what a sketch leaves of its state, with --map subspace.",
+)
 pivots = click.option("--pivots", type=COUNT, help="Pivot count of lowrank and prior.  [default: the map's own]")
 trace_files = click.argument("traces", nargs=-1, type=OLD_FILE)
 
@@ -165,12 +171,7 @@ map_settings = gather(
         type=click.Choice(list(FORMATS)),
         help=f"Format of sketches.  [default: int8 with residuals, else {DEFAULT_FORMAT}]",
     ),
-    click.option(
-        "--residual-bits",
-        type=click.Choice([str(bits) for bits in RESIDUAL_BITS]),
-        default="0",
-        help="Bits of the codes of what a sketch leaves of its state, with --map subspace.",
-    ),
+    residual_bits,
     click.option(
         "--method",
         type=click.Choice(METHODS),
