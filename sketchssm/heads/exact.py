@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from sketchssm.arrays import interop
@@ -9,7 +10,7 @@ from sketchssm.arrays.options import EngineOptions
 from sketchssm.heads.backends import load_engine
 from sketchssm.heads.head import DecodeHead, check_capacity
 from sketchssm.heads.registry import System
-from sketchssm.heads.snapshot import Snapshot, owner_of
+from sketchssm.heads.snapshot import Snapshot, gate_digest
 from sketchssm.layer.recurrence import Layer, check_instance, check_integer
 from sketchssm.layer.slots import POSITION, SlotPart
 
@@ -196,10 +197,17 @@ class ExactHead(DecodeHead):
         return index
 
     def _owner(self) -> dict[str, Any]:
-        """Describe what this head's slots belong to."""
-        name, parts = type(self).__name__, self._engine.parts
-        about = self.layer, self.window, self._fingerprint, self._gate, self.state_dtype, parts
-        return owner_of(name, self.backend, *about)
+        """Describe what this head's slots belong to, in types of JSON: equal for heads that may exchange slots."""
+        return {
+            "system": type(self).__name__,
+            "backend": self.backend,
+            "layer": asdict(self.layer),
+            "window": self.window,
+            "plan": self._fingerprint,
+            "gate": None if self._gate is None else gate_digest(self._gate),
+            "state_dtype": self.state_dtype,
+            "parts": [[part.name, list(part.shape), part.dtype] for part in self._engine.parts],
+        }
 
     def left_out(self) -> int:
         """Return the number of rows left out since the last call; waits for the device.

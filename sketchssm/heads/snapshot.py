@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.layer.formats import FORMATS
-from sketchssm.layer.slots import SlotPart
 from sketchssm.plans.files import FileFormat, FileFormatError, Stored, check_array
 
 if TYPE_CHECKING:
     from sketchssm.arrays.gates import GateInput
-    from sketchssm.layer.recurrence import Layer
 
 
 class SnapshotFileError(FileFormatError):
@@ -95,7 +93,7 @@ class Snapshot(Stored):
         Parameters
         ----------
         owner : mapping
-            The head's, from `owner_of`; ValueError if it is not the snapshot's, or the arrays do not fit its parts.
+            The head's; ValueError if it is not the snapshot's, or the arrays do not fit its parts.
         """
         for name, want in owner.items():
             if self.owner.get(name) != want:
@@ -104,32 +102,7 @@ class Snapshot(Stored):
         self._check_arrays()
 
 
-def owner_of(
-    system: str,
-    backend: str,
-    layer: Layer,
-    window: int,
-    plan: str | None,
-    gate: GateInput | None,
-    state_dtype: str,
-    parts: Iterable[SlotPart],
-) -> dict[str, Any]:
-    """Describe the owner of slots, in types of JSON: equal for heads that may exchange slots.
-
-    `system` is the name of the head's class, `plan` the fingerprint of a sketch's plan.
-    """
-    return {
-        "system": system,
-        "backend": backend,
-        "layer": asdict(layer),
-        "window": window,
-        "plan": plan,
-        "gate": None if gate is None else _gate_digest(gate),
-        "state_dtype": state_dtype,
-        "parts": [[part.name, list(part.shape), part.dtype] for part in parts],
-    }
-
-
-def _gate_digest(gate: GateInput) -> str:
+def gate_digest(gate: GateInput) -> str:
+    """SHA-256 of a gate's parameters."""
     bound = np.array([0.0 if gate.lower_bound is None else gate.lower_bound])
     return sha256(b"".join(x.tobytes() for x in (gate.A_log, gate.dt_bias, bound))).hexdigest()
