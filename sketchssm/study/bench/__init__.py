@@ -9,7 +9,7 @@ copy bandwidth measured in the same run. Each result also has the error of the o
 `time_calibration` the sums from which plans are made.
 """
 
-from sketchssm.study.bench.arrivals import ArrivalsReport, time_arrivals
+from sketchssm.study.bench.arrivals import ArrivalsReport, ArrivalsResult, time_arrivals
 from sketchssm.study.bench.authors import measure_authors
 from sketchssm.study.bench.calibration import calibration_table, time_calibration
 from sketchssm.study.bench.cases import Case, Report, time_cases
@@ -22,9 +22,9 @@ from sketchssm.study.bench.tables import arrival_tables, time_tables
 from sketchssm.study.bench.workloads import random_gate, random_plan, random_tokens, spread_ranks, systems
 
 __all__ = [
-    "COMMON", "MEAN_RANKS", "PEERS", "SHAPES", "SHIPPED", "ArrivalsReport", "Case", "Report", "Workload",
-    "arrival_tables", "available_cores", "calibration_table", "compile_all", "copy_bandwidth", "device_bandwidth",
-    "device_name", "measure_authors", "measure_device", "measure_host", "measure_peer", "random_gate", "random_plan",
-    "random_tokens", "spread_ranks", "step_bytes", "systems", "time_arrivals", "time_calibration", "time_cases",
-    "time_tables",
+    "COMMON", "MEAN_RANKS", "PEERS", "SHAPES", "SHIPPED", "ArrivalsReport", "ArrivalsResult", "Case", "Report",
+    "Workload", "arrival_tables", "available_cores", "calibration_table", "compile_all", "copy_bandwidth",
+    "device_bandwidth", "device_name", "measure_authors", "measure_device", "measure_host", "measure_peer",
+    "random_gate", "random_plan", "random_tokens", "spread_ranks", "step_bytes", "systems", "time_arrivals",
+    "time_calibration", "time_cases", "time_tables",
 ]  # fmt: skip
