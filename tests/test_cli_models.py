@@ -194,6 +194,7 @@ def test_a_kept_calibration_gives_plans(folder, plans, tmp_path):
     wanted = st.ModelPlans.load(out)
     assert wanted.reduction >= 1.5 * (1 - 1e-9)
     assert wanted.allocation.method == "joint"
+    assert "calibrate --from makes plans of it" in " ".join(invoke("info", kept, code=2).stderr.split())
 
 
 def test_a_calibration_is_kept_where_no_plans_meet_the_budget(folder, tmp_path):

@@ -328,8 +328,8 @@ def _collected(calibration: Calibration, kind: str) -> list[Any]:
     """Scores of one kind, of all layers."""
     found: list[Any] = [getattr(own, kind) for own in calibration.layers.values()]
     if None in found:
-        need = "of mean ranks" if kind == "ranks" else "of residuals, as reduction and residual_bits need"
-        raise ValueError(f"calibration: expected scores {need}, got none")
+        need = "of mean ranks" if kind == "ranks" else "of residuals, or a mean_rank without residual_bits"
+        raise ValueError(f"calibration: expected scores {need}; it has no such scores")
     return found
 
 

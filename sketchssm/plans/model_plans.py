@@ -216,7 +216,9 @@ def load_plans(path: str | os.PathLike[str]) -> Mapping[str, SketchPlan]:
         raise PlanFileError(f"plans: expected files NAME.safetensors in {place}, got none")
     wrong = [file for file in files if format_of(file) not in (PLAN_FORMAT.name, None)]  # None: damaged, or foreign
     if wrong:
+        found = format_of(wrong[0])
+        made = ": sketchssm calibrate --from makes plans of it" if found == "sketchssm-calibration" else ""
         raise PlanFileError(
-            f"{wrong[0]}: expected the plan of a layer, from sketchssm calibrate or plan, got {format_of(wrong[0])}"
+            f"{wrong[0]}: expected the plan of a layer, from sketchssm calibrate or plan, got {found}{made}"
         )
     return {file.name.removesuffix(".safetensors"): SketchPlan.load(file) for file in files}

@@ -19,7 +19,7 @@ NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)(?=\.|$)")
 def load_plans(path: str, mean_rank: float | None = None, reduction: float | None = None) -> Mapping[str, SketchPlan]:
     """Read plans of any form, or make them from the file of a calibration; by the names of their layers.
 
-    `mean_rank` (7 by default) or `reduction` is the budget of plans from a calibration, see `Calibration.plans`;
+    `mean_rank` or `reduction` is the budget of plans from a calibration, see `Calibration.plans`;
     ValueError if one is given for plans that are made already.
     """
     if format_of(path) == FORMAT.name:
