@@ -16,8 +16,9 @@ import numpy.typing as npt
 from sketchssm.arrays import interop
 from sketchssm.arrays.options import EngineOptions
 from sketchssm.cuda.call_arguments import CallArguments, in_place
-from sketchssm.cuda.call_layout import ALIGNMENT, ArrayLayout, CallLayout
+from sketchssm.cuda.call_layout import ArrayLayout, CallLayout
 from sketchssm.cuda.call_numbers import CallNumbers
+from sketchssm.cuda.constants import ACCESS
 from sketchssm.cuda.frameworks import TorchArrays, export
 from sketchssm.cuda.launch import capture_of
 from sketchssm.cuda.pointer import Pointer, Slots, StepInputs
@@ -158,7 +159,7 @@ class DeviceArrays:
                 there = framework.strided(out, one.dtype)
                 if there is not None:
                     start, strides = there[0], one.strides(there[1])
-            if start is not None and strides is not None and start % ALIGNMENT == 0:
+            if start is not None and strides is not None and start % ACCESS == 0:
                 row, step, extent = strides
                 end = start + extent
                 for address, size in zip(addresses, extents, strict=True):
@@ -180,7 +181,7 @@ class DeviceArrays:
         one = ArrayLayout("state", self._state_dtype, shape[0], 1, shape[1:], False)
         address = arguments.framework.address(state, self._state_dtype)
         row = one.contiguous[0]
-        if address is None or address % ALIGNMENT:
+        if address is None or address % ACCESS:
             address, (row, _, _) = arguments.find(state, one)
         # of the head's own memory, the kernel would overwrite states before it has read them
         if self._overlaps(address, address + (shape[0] - 1) * row + one.contiguous[1]):

@@ -7,12 +7,7 @@ from math import prod
 from typing import Any
 
 from sketchssm.arrays.interop import host_type
-
-ALIGNMENT = 16
-"""Bytes: the kernels load 16 at a time, except scalars per head."""
-
-LARGEST = 2**31 - 1
-"""Largest stride of the kernels, in bytes."""
+from sketchssm.cuda.constants import ACCESS, MOST_STRIDE
 
 
 class ArrayLayout:
@@ -25,14 +20,16 @@ class ArrayLayout:
     def __init__(self, name: str, dtype: str, rows: int, length: int, tail: tuple[int, ...], several: bool) -> None:
         self.name, self.dtype = name, dtype
         self._item = item = host_type(dtype).itemsize
-        self.align = ALIGNMENT if len(tail) > 1 else item
+        self.align = ACCESS if len(tail) > 1 else item
         self.shape = (rows, length, *tail)
         self._tail, self._several = tail, several
         self._known: dict[tuple[int, ...], tuple[int, int, int] | None] = {}
         step = prod(tail) * item
         row = length * step if rows > 1 else 0
-        if row > LARGEST:
-            raise ValueError(f"{name}: expected at most {LARGEST} bytes a row, got {row}; pass fewer tokens in a call")
+        if row > MOST_STRIDE:
+            raise ValueError(
+                f"{name}: expected at most {MOST_STRIDE} bytes a row, got {row}; pass fewer tokens in a call"
+            )
         self.contiguous = row, step, rows * length * step
         """Bytes of a contiguous array: from row to row (0 for a single row), from token to token, and in all."""
 
@@ -57,7 +54,7 @@ class ArrayLayout:
         if self.name == "out" and step not in (0, self.contiguous[1]):
             return None
         for stride in (row, step):
-            if not 0 <= stride <= LARGEST or stride % self.align:
+            if not 0 <= stride <= MOST_STRIDE or stride % self.align:
                 return None
         return row, step, (rows - 1) * row + (length - 1) * step + expected * self._item
 

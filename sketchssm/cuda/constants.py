@@ -23,6 +23,13 @@ MAX_ROWS = 512
 STANDARD_WARPS = 4
 """Largest number of warps of a block of standard decode."""
 
+ACCESS = 16
+"""Bytes that kernels load and store at once, except scalars per head: arrays, slots and parts of slots begin at a
+multiple."""
+
+MOST_STRIDE = 2**31 - 1
+"""Largest stride of the kernels, in bytes."""
+
 ALIGN = 128
 """Bytes: each head's packed sketch is padded to a multiple; ``cuda_src/slot/sketch_layout.cuh`` says why."""
 

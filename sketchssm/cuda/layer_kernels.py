@@ -7,14 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from sketchssm.cuda.constants import TYPES
+from sketchssm.cuda.constants import ACCESS, TYPES
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.modules import Variant, load
 
 THREADS = 256
 """Threads of a block."""
-ACCESS_BYTES = 16
-"""Most bytes that a thread loads or stores at once."""
 
 
 def layer_inputs_variant(heads: int, dim: int, types: tuple[str, ...]) -> Variant:
@@ -34,7 +32,7 @@ class LayerInputs:
 
     def __init__(self, heads: int, dim: int, types: tuple[str, ...]) -> None:
         module = load(layer_inputs_variant(heads, dim, types))
-        most = ACCESS_BYTES // (4 if types[0] == "float32" else 2)
+        most = ACCESS // (4 if types[0] == "float32" else 2)
         piece = math.gcd(dim, most)
         self._pieces = heads * dim // piece
         self._heads = heads

@@ -10,18 +10,13 @@ import numpy as np
 
 from sketchssm.arrays.interop import host_type
 from sketchssm.arrays.options import EngineOptions
+from sketchssm.cuda.constants import ACCESS, MOST_STRIDE
 from sketchssm.cuda.layout import PackedPlan
 from sketchssm.layer.recurrence import Layer
 from sketchssm.layer.slots import SlotPart, check_memory, check_separate
 
 RING = ("keys", "values", "gates", "betas")
 """Parts of the ring."""
-
-ALIGNMENT = 16
-"""Bytes: the kernels move 16 at a time."""
-
-MOST_STRIDE = 2**31 - 1
-"""Bytes from slot to slot: the kernels' strides are int32."""
 
 
 def ring_parts(layer: Layer, tokens: int, activation_dtype: str, raw_gate: bool) -> tuple[SlotPart, ...]:
@@ -36,7 +31,7 @@ def ring_parts(layer: Layer, tokens: int, activation_dtype: str, raw_gate: bool)
         del shapes["betas"]
     activations = ("keys", "values", "gates") if raw_gate else ("keys", "values")
     return tuple(
-        SlotPart(name, shape, activation_dtype if name in activations else "float32", ALIGNMENT)
+        SlotPart(name, shape, activation_dtype if name in activations else "float32", ACCESS)
         for name, shape in shapes.items()
     )
 
@@ -48,16 +43,16 @@ def slot_parts(
 
     A window of 1 has a ring for drafts, if any. Activations are "bfloat16" if the options name no type.
     """
-    state = SlotPart("state", layer.state_shape, options.state_dtype, ALIGNMENT)
+    state = SlotPart("state", layer.state_shape, options.state_dtype, ACCESS)
     tokens = window if window > 1 else options.drafts
     if not tokens:
         return (state,)
     ring = ring_parts(layer, tokens, options.activation_dtype or "bfloat16", options.gate is not None)
     sketch: tuple[SlotPart, ...] = ()
     if packed is not None and packed.full_state < layer.heads:
-        sketch = (SlotPart("sketch", (packed.slot_elements,), packed.dtype, ALIGNMENT),)
+        sketch = (SlotPart("sketch", (packed.slot_elements,), packed.dtype, ACCESS),)
     if options.monitor:  # `ErrorSums` in cuda_src/slot/errors.cuh
-        sketch += (SlotPart("errors", (layer.heads, -(-layer.value_dim // 16), 4), "float32", ALIGNMENT),)
+        sketch += (SlotPart("errors", (layer.heads, -(-layer.value_dim // 16), 4), "float32", ACCESS),)
     return state, *ring, *sketch, SlotPart("cursor", (), "int32", 4)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sketchssm.cuda.constants import MAX_ROWS
+from sketchssm.cuda.constants import ACCESS, MAX_ROWS
 from sketchssm.cuda.kernel_parameters import KERNELS
 from sketchssm.cuda.launch import Launcher
 from sketchssm.cuda.modules import Variant, load
@@ -15,8 +15,6 @@ from sketchssm.cuda.pointer import Pointer, Slots
 from sketchssm.cuda.workspaces import PAIRS
 
 SLOTS, COPY, COMMIT = (Variant(operation, {}) for operation in ("slots", "copy", "commit"))
-UNIT = 16
-"""Bytes that a thread moves at a time."""
 
 SET_THREADS, MAX_PARTS = 256, 64
 THREADS, HELD = 512, 8
@@ -30,7 +28,7 @@ class SlotWriter:
 
     def __init__(self, array: Any, cursor: Any, slot_limits: tuple[Any, ...], clock: Any) -> None:
         self._array, self._cursor, self._slot_limits, self._clock = array, cursor, slot_limits, clock
-        self._size = array[0].nbytes // UNIT
+        self._size = array[0].nbytes // ACCESS
         self._parts = min(-(-self._size // SET_THREADS), MAX_PARTS)
         self._launch: Launcher | None = None
 
@@ -65,7 +63,7 @@ class Copier:
 
         module = load(COPY)
         arrays = [array for name, array in memory.items() if name != "cursor"]
-        table = [(x.data.ptr, x.strides[0], x[0].nbytes // UNIT) for x in arrays]
+        table = [(x.data.ptr, x.strides[0], x[0].nbytes // ACCESS) for x in arrays]
         self._units = sum(row[2] for row in table)
         self._parts = cupy.asarray(np.array(table, dtype=np.int64))
         cupy.cuda.get_current_stream().synchronize()  # calls may come on other streams
