@@ -65,6 +65,8 @@ def test_other_sums(qwen, tmp_path):
             ValueError, match=r"^resume: expected sums of this model, text and settings, got others in"
         ):
             st.calibrate(qwen, **{"text": TEXT} | settings | other)
+    with pytest.raises(TypeError, match=r"^resume: expected a path, got int$"):
+        st.calibrate(qwen, TEXT, **settings | {"resume": 5})
     (tmp_path / "sums").write_bytes(b"damaged")
     with pytest.raises(FileFormatError, match="sums: not a whole safetensors file"):
         st.calibrate(qwen, TEXT, **settings)

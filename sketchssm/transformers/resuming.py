@@ -40,6 +40,8 @@ class Resumable:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, digest: str, step: Callable[[str], None]) -> None:
+        if not isinstance(path, str | os.PathLike | None):
+            raise TypeError(f"resume: expected a path, got {type(path).__name__}")
         self._path, self._digest, self._step = path, digest, step
         self._at = self._done = 0
         self._sums: dict[str, Accumulator] = {}
