@@ -225,6 +225,8 @@ def slot_memory(
             raise TypeError(f"memory[{name!r}]: expected an array on the host, got {type(array).__name__}")
         host = memory_of(array, f"memory[{name!r}]")
         check_memory(f"memory[{name!r}]", host, host.__array_interface__["data"][0], part, num_slots)
+        if not host.flags.writeable:
+            raise ValueError(f"memory[{name!r}]: expected writable memory, got a read-only array")
         memory[name] = host.view(host_type(part.dtype))
     if unused:
         raise ValueError(f"memory: expected names of {', '.join(shapes)}, got {next(iter(unused))!r}")

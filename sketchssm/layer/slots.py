@@ -77,7 +77,7 @@ PartsOf = Callable[..., tuple[SlotPart, ...]]
 def check_memory(name: str, array: Any, address: int, part: SlotPart, num_slots: int) -> None:
     """Check that an array of NumPy or CuPy at an address can hold a part of all slots.
 
-    TypeError if the type is not the part's; ValueError if shape, strides or alignment do not fit, or it is read-only.
+    TypeError if the type is not the part's; ValueError if shape, strides or alignment do not fit.
     """
     native = array.dtype.isnative
     if not native or (array.dtype.name != part.dtype and not (part.dtype == "bfloat16" and array.dtype == np.uint16)):
@@ -91,8 +91,6 @@ def check_memory(name: str, array: Any, address: int, part: SlotPart, num_slots:
     stride = array.strides[0] if num_slots > 1 else 0
     if address % part.alignment or stride % part.alignment:
         raise ValueError(f"{name}: expected slots aligned to {part.alignment} bytes, got strides {array.strides}")
-    if not getattr(array.flags, "writeable", True):
-        raise ValueError(f"{name}: expected writable memory, got a read-only array")
 
 
 def check_separate(blocks: Mapping[str, tuple[int, int, int]], num_slots: int) -> None:
