@@ -53,6 +53,7 @@ def search(**settings):
         (lambda: SketchBasis.random("gdn", 4), "layer: expected a Layer, got str"),
         (lambda: ss.GateInput([0.0], [1.0]).check(None), "layer: expected a Layer, got NoneType"),
         (lambda: ss.allocate_ranks(PLAN, 2), "scores: expected a sequence of RankScores, got SketchPlan"),
+        (lambda: ss.allocate_joint(BASIS), r"^scores: expected a sequence of JointScores, got SketchBasis\(.{,20}$"),
         (lambda: ss.candidates(maps="ridge"), "maps: expected a sequence of maps, got 'ridge'"),
         (lambda: ss.candidates(sketch_dtypes="int8"), "sketch_dtypes: expected a sequence of formats, got 'int8'"),
         (lambda: ss.candidates(windows=16), "windows: expected a sequence of integers, got 16"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -174,7 +175,7 @@ def as_array(name: str, value: Any, dtype: Any = None) -> npt.NDArray[Any]:
 def check_items(name: str, value: Any, items: str) -> tuple[Any, ...]:
     """Check and return the items of a sequence, which is no string; `items` says what they are, for the message."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
-        raise TypeError(f"{name}: expected a sequence of {items}, got {value!r}")
+        raise TypeError(f"{name}: expected a sequence of {items}, got {reprlib.repr(value)}")
     return tuple(value)
 
 
