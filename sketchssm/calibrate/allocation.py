@@ -31,8 +31,6 @@ from sketchssm.layer.residual import check_residual_bits
 from sketchssm.plans import traffic
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["METHODS", "Allocation", "Traffic", "allocate_ranks", "check_mean_rank"]
-
 METHODS = (*SCORES, "uniform")
 
 

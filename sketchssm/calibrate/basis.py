@@ -13,8 +13,6 @@ from sketchssm.layer.recurrence import check_instance
 from sketchssm.plans.basis import SketchBasis, check_rank_max, descending, orthonormal, support, unit_trace
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["fit_basis"]
-
 
 def fit_basis(moments: Moments, rank_max: int | None = None) -> SketchBasis:
     """Fit nested sketch bases to calibration moments.

@@ -30,8 +30,6 @@ from sketchssm.plans.files import FileFormat, check_array, load_file, save_file
 from sketchssm.plans.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans
 from sketchssm.plans.plan import SketchPlan
 
-__all__ = ["Calibration", "LayerCalibration", "StoredBasis", "make_plans", "scores_of_sums"]
-
 FORMAT = FileFormat("sketchssm-calibration", 2, ())
 """A tensor has the name of its layer, a dot, and its name: of the basis, or of a sum after the name of its scores."""
 

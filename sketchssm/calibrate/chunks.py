@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 from sketchssm.arrays.space import Space
 from sketchssm.layer.recurrence import Tokens
 
-__all__ = ["FORGOTTEN", "Chunks", "advance", "chunks_of"]
-
 FORGOTTEN = -800.0
 """Log-decay that stands for -inf and all below."""
 

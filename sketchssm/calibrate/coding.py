@@ -11,8 +11,6 @@ from sketchssm.layer.checks import UnsupportedError
 from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.residual import GAINS, STEPS
 
-__all__ = ["ResidualError", "residual_error", "stored"]
-
 
 class ResidualError(NamedTuple):
     """Errors ``Diag(rows) matrix Diag(columns)`` of coded residuals ``(..., V, K)``, and their energies ``(...)``."""

@@ -33,8 +33,6 @@ from sketchssm.plans import traffic
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["MAP", "RANKS", "JointScores", "allocate_joint", "check_reduction", "some_of", "some_scores"]
-
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Ranks that are scored by default, as far as a basis has them."""
 

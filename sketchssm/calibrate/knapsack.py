@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["Actions", "Choice"]
-
 Choice = npt.NDArray[np.int64]
 
 

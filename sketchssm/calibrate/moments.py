@@ -15,8 +15,6 @@ from sketchssm.calibrate.windows import Carry, Reads
 from sketchssm.layer.recurrence import KINDS, Layer, check_choice, check_window
 from sketchssm.plans.files import FileFormat, check_array, load_file, save_file
 
-__all__ = ["Moments"]
-
 FORMAT = FileFormat("sketchssm-moments", 2, ("state_gram", "query_gram", "samples"))
 
 

@@ -24,18 +24,6 @@ from sketchssm.plans import traffic
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.plan import SketchPlan
 
-__all__ = [
-    "Calibrated",
-    "Settings",
-    "calibrate",
-    "joint_plans",
-    "mean_retained",
-    "mean_sketch_rank",
-    "plan_layers",
-    "reduction_of",
-    "residual_settings",
-]
-
 
 @dataclass(frozen=True)
 class Settings:

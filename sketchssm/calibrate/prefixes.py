@@ -6,8 +6,6 @@ from typing import Any
 
 from sketchssm.arrays.space import Space
 
-__all__ = ["DEPENDENT", "prefix_basis"]
-
 DEPENDENT = {"float64": 1e-7, "float32": 1e-6}
 """Relative distance of a sketch column from the span of the columns before it, by the type of the products that made
 the sketch. A closer column adds only rounding noise."""

@@ -21,8 +21,6 @@ from sketchssm.layer.recurrence import check_choice, check_instance, check_windo
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.reference.recurrence import Array
 
-__all__ = ["SCORES", "RankScores"]
-
 SCORES = ("gradient", "perturbation", "error", "sensitivity")
 """Methods of `RankScores.objective`."""
 

@@ -13,8 +13,6 @@ from sketchssm.arrays.space import Space
 from sketchssm.calibrate.windows import Carry, Reads, take_array, take_tokens, visit
 from sketchssm.layer.recurrence import Layer, Tokens
 
-__all__ = ["Accumulator", "RunningSum", "added", "common_weighting"]
-
 ARGUMENTS = {"gradient": "grad", "perturbation": "weight", "error": "neither"}
 """The arguments of an update by weighting."""
 

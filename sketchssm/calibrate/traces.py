@@ -25,8 +25,6 @@ from sketchssm.layer.checks import check_gates, check_tokens, check_writes
 from sketchssm.layer.recurrence import PROPERTIES, Layer, Tokens, check_choice, check_instance
 from sketchssm.plans.files import write_whole
 
-__all__ = ["SHIPPED", "TraceFileError", "Traces", "named_errors"]
-
 Array = npt.NDArray[Any]
 
 SHIPPED = "mamba2", "gdn", "kda"

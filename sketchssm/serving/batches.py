@@ -14,8 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["DecodeRows", "KnownTokens", "PrefillRows", "RowBuffers", "Split", "moved_rows", "split_rows"]
-
 Array = npt.NDArray[Any]
 
 

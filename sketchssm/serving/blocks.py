@@ -10,8 +10,6 @@ import torch
 
 from sketchssm.layer.slots import SlotPart
 
-__all__ = ["BlockLayout", "as_memory"]
-
 
 @dataclass(frozen=True)
 class BlockLayout:

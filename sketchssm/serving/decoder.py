@@ -17,8 +17,6 @@ from sketchssm.plans.plan import SketchPlan
 from sketchssm.serving.batches import DecodeRows, PrefillRows
 from sketchssm.serving.blocks import BlockLayout, as_memory
 
-__all__ = ["LayerDecoder", "Recipe"]
-
 NULL_BLOCK = 0
 """The engine's block of padding rows."""
 

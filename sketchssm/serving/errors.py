@@ -10,8 +10,6 @@ import numpy as np
 
 from sketchssm.heads.sketch import SketchHead
 
-__all__ = ["ErrorLog"]
-
 EVERY = 60.0
 """Seconds from one line to the next."""
 

@@ -7,8 +7,6 @@ import torch.nn.functional as F
 
 from sketchssm.arrays.gates import GateInput
 
-__all__ = ["add_skip", "convolved", "delta_inputs", "log_decays", "mamba_inputs", "normalised", "write_gates"]
-
 EPSILON = 1e-6
 """Added to the squared norms of queries and keys, as in the engines' kernels."""
 

@@ -13,8 +13,6 @@ import torch
 
 from sketchssm import cuda
 
-__all__ = ["add_skip", "delta_inputs", "mamba_inputs", "normalised"]
-
 _kernels: dict[tuple[Any, ...], Any] = {}
 _lock = threading.Lock()
 

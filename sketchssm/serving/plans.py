@@ -11,8 +11,6 @@ from sketchssm.plans import model_plans
 from sketchssm.plans.files import format_of
 from sketchssm.plans.plan import SketchPlan
 
-__all__ = ["load_plans", "plan_of", "sharded"]
-
 NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)(?=\.|$)")
 
 

@@ -36,8 +36,6 @@ from sketchssm.layer.recurrence import Layer
 from sketchssm.plans.model_plans import LayerFingerprint, ModelFingerprint
 from sketchssm.serving.inputs import log_decays
 
-__all__ = ["Choice", "Chunk", "Followed", "LayerRecord", "Recording"]
-
 ROWS, STEPS = 4, 64
 """Rows that are followed at once, and tokens of each."""
 

@@ -37,8 +37,6 @@ from sketchssm.transformers.passes import (
 from sketchssm.transformers.resuming import Resumable, digest_of
 from sketchssm.transformers.text import Ids, check_ids, token_rows
 
-__all__ = ["calibrate", "collect", "progress_steps"]
-
 WINDOWS = 512
 """Windows of text that score ranks with residuals, at even distances."""
 

@@ -22,8 +22,6 @@ from sketchssm.transformers.modeling import Call, RecurrentLayer, Rule, intercep
 from sketchssm.transformers.patching import build_heads
 from sketchssm.transformers.text import Ids, check_ids, run_row, token_rows
 
-__all__ = ["LayerTraffic", "ModelEvaluation", "RowDecoder", "evaluate", "inference"]
-
 
 class LayerTraffic(NamedTuple):
     """State traffic of one layer, in bytes per token of one sequence.

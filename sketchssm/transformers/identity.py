@@ -9,8 +9,6 @@ import torch
 from sketchssm.plans.model_plans import LayerFingerprint, ModelFingerprint
 from sketchssm.transformers.modeling import COMPILED, layers
 
-__all__ = ["fingerprint"]
-
 SAMPLES = 2**16
 """Values of a parameter that its fingerprint reads, at even distances."""
 

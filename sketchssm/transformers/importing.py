@@ -19,8 +19,6 @@ from sketchssm.plans.basis import orthonormal
 from sketchssm.plans.files import FileFormatError
 from sketchssm.transformers.identity import fingerprint
 
-__all__ = ["import_calibration"]
-
 FORMAT, SCHEMA = "sketchssm-calibration", 1
 
 

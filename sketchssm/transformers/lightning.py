@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["LinearPlace", "forward", "lightning_decode", "lightning_prefill", "place_of"]
-
 BLOCK = 64
 """Tokens that `lightning_prefill` computes at once."""
 

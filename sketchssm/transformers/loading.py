@@ -14,8 +14,6 @@ import torch
 from sketchssm.transformers.modeling import check_version
 from sketchssm.transformers.text import Ids, encoded, token_rows
 
-__all__ = ["ModelText"]
-
 
 @dataclass(frozen=True)
 class ModelText:

@@ -19,8 +19,6 @@ import torch.nn.functional as F
 from sketchssm.layer.recurrence import Layer, Tokens
 from sketchssm.transformers import lightning
 
-__all__ = ["Call", "Handler", "RecurrentLayer", "Rule", "block_of", "intercepted", "layers"]
-
 LEAST_VERSION, NEXT_VERSION = (5, 19), (6,)
 """Supported versions of transformers: every modeling file calls its recurrence through the functions of `RULES`."""
 

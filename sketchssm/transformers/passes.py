@@ -23,8 +23,6 @@ from sketchssm.transformers.perturbation import divergence, noisy, output_weight
 from sketchssm.transformers.recording import check_no_cache, host_inputs
 from sketchssm.transformers.text import Ids, run_row
 
-__all__ = ["Mask", "Sums", "backward", "forward", "perturbation_shares", "perturbed", "without_gradients"]
-
 Mask = npt.NDArray[np.bool_]
 
 Sums = Mapping[str, Sequence[Accumulator]]

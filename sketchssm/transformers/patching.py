@@ -23,8 +23,6 @@ from sketchssm.torch import DecodeLayer
 from sketchssm.transformers.identity import fingerprint
 from sketchssm.transformers.modeling import Call, RecurrentLayer, intercepted, layers
 
-__all__ = ["Patch", "patch", "unpatch"]
-
 CROPPABLE = 64
 """Last tokens of a prompt that a head decodes if the cache is to be cropped."""
 

@@ -12,8 +12,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["divergence", "noisy", "output_weights"]
-
 PASSES = 4
 """Calls of a block that measure weights. Each call perturbs one head of every token, since blocks act on each token by
 itself after the recurrence."""

@@ -16,8 +16,6 @@ from sketchssm.transformers.modeling import intercepted, layers
 from sketchssm.transformers.patching import build_heads
 from sketchssm.transformers.text import check_ids, run_row
 
-__all__ = ["recall"]
-
 
 def recall(
     model: torch.nn.Module,

@@ -16,8 +16,6 @@ from sketchssm.layer.checks import check_items, check_writes
 from sketchssm.layer.recurrence import Tokens
 from sketchssm.transformers.modeling import Call, RecurrentLayer, intercepted, layers
 
-__all__ = ["Recording", "record"]
-
 Array = npt.NDArray[np.float32]
 
 

@@ -14,8 +14,6 @@ import numpy.typing as npt
 from sketchssm.calibrate.sums import Accumulator
 from sketchssm.plans.files import FileFormat, check_array, load_file, save_file
 
-__all__ = ["Resumable", "digest_of"]
-
 FORMAT = FileFormat("sketchssm-sums", 1, (), remedy="remove it, and begin again")
 """A tensor has the name of its kind of sums, a dot, the name of its layer, a dot, and the name of the sum."""
 

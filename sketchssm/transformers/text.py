@@ -12,8 +12,6 @@ import torch
 from sketchssm.arrays import interop
 from sketchssm.layer.checks import check_items
 
-__all__ = ["Ids", "check_ids", "encoded", "run_row", "token_rows"]
-
 Ids = npt.NDArray[np.int64]
 
 LENGTH = 1024

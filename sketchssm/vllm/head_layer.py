@@ -31,8 +31,6 @@ from sketchssm.serving.recording import LayerRecord, Recording
 from sketchssm.vllm.metadata import BatchMetadata, logger, with_heads
 from sketchssm.vllm.settings import EngineFacts, Settings, check_engine
 
-__all__ = ["HeadLayer", "settings_of", "side_bytes"]
-
 plans_at = cache(load_plans)
 
 

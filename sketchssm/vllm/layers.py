@@ -18,8 +18,6 @@ from sketchssm.serving import inputs
 from sketchssm.vllm.head_layer import HeadLayer
 from sketchssm.vllm.metadata import BatchMetadata
 
-__all__ = ["HeadBailingDelta", "HeadGatedDeltaNet", "HeadGlmDelta", "HeadKimiDelta", "HeadLightning", "HeadMamba2"]
-
 
 class HeadMamba2(HeadLayer):
     """Mamba-2."""

@@ -20,8 +20,6 @@ from sketchssm.serving.recording import Followed
 from sketchssm.vllm import selfcheck
 from sketchssm.vllm.registry import tested
 
-__all__ = ["BatchMetadata", "with_heads"]
-
 logger = init_logger("vllm.sketchssm")
 
 

@@ -19,8 +19,6 @@ from sketchssm.vllm.head_layer import settings_of, side_bytes
 from sketchssm.vllm.metadata import logger
 from sketchssm.vllm.registry import CLASSES, TESTED, tested
 
-__all__ = ["take"]
-
 _without: set[str] = set()
 
 

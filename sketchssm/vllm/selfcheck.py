@@ -12,8 +12,6 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from sketchssm.reference.recurrence import run
 from sketchssm.serving.inputs import EPSILON
 
-__all__ = ["check", "draw", "recurrence", "tokens_of"]
-
 PROMPT, STEPS = 5, 3
 BLOCK = 1
 """Block of the check, which runs before there are requests."""

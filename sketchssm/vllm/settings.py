@@ -12,8 +12,6 @@ from sketchssm.layer.checks import check_number
 from sketchssm.layer.recurrence import check_integer, check_window
 from sketchssm.layer.slots import MAX_DRAFTS
 
-__all__ = ["KEY", "RECORD", "SYSTEMS", "VARIABLE", "EngineFacts", "Settings", "check_engine"]
-
 VARIABLE = "SKETCHSSM_VLLM"
 """Environment variable that switches the plugin on."""
 
