@@ -16,6 +16,8 @@ from sketchssm.plans.model_plans import ModelFingerprint
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+__all__ = ["all_reduce_moments", "join_shards"]
+
 
 def all_reduce_moments(moments: Moments, group: ProcessGroup | None = None) -> Moments:
     """Add up the moments of all processes of a group; each process gets the total.
