@@ -20,7 +20,8 @@
 #ifndef SIZES_ONLY  // defined by a test that needs only the constants at the end
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT_BLOCKS)
     flush_step(MEMORY_PARAMETERS, const float* gate_input, const projection_t* projection, const uint2* basis,
-               const int4* heads ERRORS_PARAMETERS, FLUSH_STEP_PARAMETERS, SLOT_LIMITS, int* clock_word, int mode, float ridge) {
+               const int4* heads ERRORS_PARAMETERS, FLUSH_STEP_PARAMETERS, SLOT_LIMITS, int* clock_word, int mode,
+               float ridge) {
     allow_next_kernel();
     const Memory memory = MEMORY;
     const Clock clock{clock_word};

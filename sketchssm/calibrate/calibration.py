@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -26,7 +25,7 @@ from sketchssm.layer.checks import check_size
 from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.recurrence import Layer, check_instance
 from sketchssm.plans.basis import SketchBasis
-from sketchssm.plans.files import FileFormat, check_array, load_file, save_file
+from sketchssm.plans.files import FileFormat, Stored, check_array
 from sketchssm.plans.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans
 from sketchssm.plans.plan import SketchPlan
 
@@ -93,7 +92,7 @@ class LayerCalibration:
     answers: JointScores | None = None
 
 
-class Calibration:
+class Calibration(Stored):
     """Bases and score curves of several layers, which give plans for any budget.
 
     Made by `sketchssm.transformers.collect`. `save` writes a file of a few megabytes a layer, and a loaded calibration
@@ -118,6 +117,8 @@ class Calibration:
     ValueError
         If there are no layers, or the fingerprint has others.
     """
+
+    FORMAT = FORMAT
 
     def __init__(
         self, layers: Mapping[str, LayerCalibration], fingerprint: ModelFingerprint | None = None, tokens: int = 0
@@ -187,14 +188,7 @@ class Calibration:
         plans, summary = make_plans(self, mean_rank, reduction, method=method, rank_max=rank_max, **settings)
         return ModelPlans(plans, self.fingerprint, summary)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write bases and scores to one safetensors file, all or nothing.
-
-        Parameters
-        ----------
-        path : str or PathLike
-            Where to; the new file replaces an existing one when it is complete.
-        """
+    def _contents(self) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
         tensors: dict[str, npt.NDArray[Any]] = {}
         layers: dict[str, Any] = {}
         for name, own in self.layers.items():
@@ -211,30 +205,7 @@ class Calibration:
                 entry |= {"module": identity.module, "parameters": identity.parameters}
             layers[name] = entry
         model = None if self.fingerprint is None else self.fingerprint.model
-        save_file(path, FORMAT, tensors, {"model": model, "layers": layers, "tokens": self.tokens})
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Calibration:
-        """Read a file that `save` wrote, and check all of it.
-
-        Parameters
-        ----------
-        path : str or PathLike
-            Where from.
-
-        Returns
-        -------
-        Calibration
-            Bases and scores.
-
-        Raises
-        ------
-        FileNotFoundError
-            If there is no such file.
-        FileFormatError
-            If the file is damaged, holds no calibration, is of another version, or contradicts itself.
-        """
-        return load_file(path, FORMAT, cls._build)
+        return tensors, {"model": model, "layers": layers, "tokens": self.tokens}
 
     @classmethod
     def _build(cls, tensors: dict[str, npt.NDArray[Any]], model: Any, layers: Any, tokens: Any) -> Calibration:

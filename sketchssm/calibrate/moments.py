@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from typing import Any
 
@@ -13,12 +12,12 @@ from sketchssm.arrays.space import Space
 from sketchssm.calibrate.sums import Accumulator, RunningSum, added
 from sketchssm.calibrate.windows import Carry, Reads
 from sketchssm.layer.recurrence import KINDS, Layer, check_choice, check_window
-from sketchssm.plans.files import FileFormat, check_array, load_file, save_file
+from sketchssm.plans.files import FileFormat, Stored, check_array
 
 FORMAT = FileFormat("sketchssm-moments", 2, ("state_gram", "query_gram", "samples"))
 
 
-class Moments(Accumulator):
+class Moments(Stored, Accumulator):
     """Running sums of ``S0 S0^T`` and ``x x^T`` over the tokens that read the state through a sketch.
 
     A sample is a token at position 1 to W - 1 of a window. The flush token is no sample: it reads the exact state.
@@ -55,6 +54,7 @@ class Moments(Accumulator):
         If an argument is out of range.
     """
 
+    FORMAT = FORMAT
     sums = FORMAT.tensors
     state_gram, query_gram, samples = RunningSum(), RunningSum(), RunningSum()
 
@@ -138,40 +138,9 @@ class Moments(Accumulator):
         total.__dict__.update(added(self, {name: getattr(other, name) for name in FORMAT.tensors}))
         return total
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the sums to a safetensors file, all or nothing. A loaded file can be updated and added.
-
-        Parameters
-        ----------
-        path : str or PathLike
-            Where to; the new file replaces an existing one when it is complete.
-        """
+    def _contents(self) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
         tensors = {name: getattr(self, name) for name in FORMAT.tensors}
-        fields = {"layer": asdict(self.layer), "window": self.window, "weighting": "uniform"}
-        save_file(path, FORMAT, tensors, fields)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Moments:
-        """Read a file that `save` wrote.
-
-        Parameters
-        ----------
-        path : str or PathLike
-            Where from.
-
-        Returns
-        -------
-        Moments
-            The sums, ready for further updates.
-
-        Raises
-        ------
-        FileNotFoundError
-            If there is no such file.
-        FileFormatError
-            If the file is damaged, holds no moments, is of another version, or contradicts itself.
-        """
-        return load_file(path, FORMAT, cls._build)
+        return tensors, {"layer": asdict(self.layer), "window": self.window, "weighting": "uniform"}
 
     @classmethod
     def _build(cls, tensors: dict[str, npt.NDArray[Any]], layer: Any, window: Any, weighting: Any) -> Moments:

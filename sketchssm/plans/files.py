@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
@@ -166,7 +167,7 @@ def load_file(path: str | os.PathLike[str], form: FileFormat, build: Callable[..
         raise form.error(f"{path}: {error}") from error
 
 
-class Stored:
+class Stored(ABC):
     """An object with a file of its own, a safetensors file.
 
     `FORMAT` is that of the file, `_contents` returns its tensors and fields, and `_build` takes them.
@@ -175,8 +176,8 @@ class Stored:
     FORMAT: ClassVar[FileFormat]
     _build: ClassVar[Callable[..., Any]]
 
-    def _contents(self) -> tuple[Mapping[str, npt.NDArray[Any]], Mapping[str, Any]]:
-        raise NotImplementedError
+    @abstractmethod
+    def _contents(self) -> tuple[Mapping[str, npt.NDArray[Any]], Mapping[str, Any]]: ...
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the object to a safetensors file, all or nothing.
