@@ -1,7 +1,7 @@
 """Kernels compile for the supported architectures and spill few registers. Needs nvcc, no GPU.
 
-With ``SKETCHSSM_ALL_ARCHITECTURES=1``, as in .ci/run, every variant is compiled for sm_90, and those of benchmarked
-shapes for the other architectures too. Otherwise some variants of every kernel are compiled for sm_90.
+With ``SKETCHSSM_ALL_ARCHITECTURES=1``, as in .ci/run, every variant is compiled for every architecture. Otherwise some
+variants of every kernel are compiled for sm_90.
 """
 
 import functools
@@ -44,12 +44,7 @@ SPILL_BYTES = {
 }  # fmt: skip
 # With twice the pivots of the other shapes: 444 bytes on sm_80. With five blocks on a multiprocessor, which were
 # faster than four with more registers on sm_90: 48 bytes there, 160 on sm_100.
-# With keys of 256 channels: 44 to 92 bytes.
-SPILL_OF_VARIANTS = {
-    "kimi-linear-pivots-flush": 444,
-    "kimi-linear-replay-read": 160,
-    "falcon-h1-34b-residual-read": 92,
-}
+SPILL_OF_VARIANTS = {"kimi-linear-pivots-flush": 444, "kimi-linear-replay-read": 160}
 
 TILES = "nemotron-h-56b", "zamba2-1.2b", "falcon-h1-34b", "ring-linear", "olmo-hybrid-7b"
 """Shipped shapes with other tiles than those of `MAPS`."""
@@ -71,16 +66,11 @@ ALWAYS = (
     *("qwen3-next-standard", "kimi-linear-pivots-flush", "any"),
 )
 """How names begin whose variants are compiled without `EVERYTHING` too: each operation, kind and storage of a map."""
-EVERYWHERE = re.compile(
-    r"(nemotron-3-super|qwen3-next|kimi-linear)-(ridge|lowrank|replay|standard|residual|pivots)"
-    r"|(falcon-h1-34b|olmo-hybrid-7b)-residual|small-4-|any-"
-)
-"""Names that `EVERYTHING` compiles for every architecture; sm_80 takes more time than sm_90 and sm_100 together."""
 
 
 def architectures(name):
     """Architectures that a variant is compiled for."""
-    return (80, 90, 100) if EVERYTHING and EVERYWHERE.match(name) else (90,)
+    return (80, 90, 100) if EVERYTHING else (90,)
 
 
 def variants():

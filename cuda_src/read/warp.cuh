@@ -15,9 +15,9 @@
 
 constexpr int LARGEST_TILE =
     TileBuffer::bytes(BOTH_HALVES, NO_READ - 1, TILE_HEADS * sketch_elements(RANK_MAX, MAX_BITS));
-constexpr int MAX_WARPS = MATRIX && ERASES                       ? 12
-                          : SHARED_SCORES && V <= 64 && K <= 128 ? 20
-                                                                 : 16;  // limited by registers; multiples of 4
+constexpr int MAX_WARPS = (MATRIX && ERASES) || K > 128 ? 12
+                          : SHARED_SCORES && V <= 64   ? 20
+                                                       : 16;  // limited by registers; multiples of 4
 
 // Header of the block's shared memory. After it: {slot, position} of each row, scores, and a part for each active warp.
 struct ReadMemory {
