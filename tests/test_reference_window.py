@@ -77,27 +77,6 @@ def test_fold_is_the_recurrence(window):
     assert close(fold(start.swapaxes(-1, -2), ring).swapaxes(-1, -2), want, scale=np.linalg.norm(start))
 
 
-@given(windows(), st.integers(0, 4))
-def test_any_leading_axes(window, axes):
-    """None, or several: each head's result is that of the head alone."""
-    layer, tokens, start = window
-    q, ring = ring_of(layer, tokens)
-    alone = Ring(*(x if x is None else x[0, 0] for x in ring))
-    deep = (1,) * axes
-    wrapped = Ring(*(x if x is None else x.reshape(*deep, *x.shape) for x in alone))
-    state, first = start.swapaxes(-1, -2), q[0, 0]
-    outer, last = first.reshape(*deep, *first.shape), first[-1].reshape(*deep, -1)
-    folded = fold(state[0, 0].reshape(*deep, *state.shape[-2:]), wrapped)
-    assert close(folded, fold(state, ring)[0, 0].reshape(folded.shape), scale=np.linalg.norm(start))
-    for got, want in zip(read_window(outer, wrapped), read_window(q, ring), strict=True):
-        assert close(got, want[0, 0].reshape(*deep, *want.shape[2:]), scale=np.linalg.norm(q))
-    want = effective_query(q[..., -1, :], ring)[0, 0]
-    assert close(effective_query(last, wrapped), want.reshape(*deep, -1), scale=np.linalg.norm(q))
-    if layer.erases:
-        factors = erase_factors(wrapped)
-        assert close(factors, erase_factors(ring)[0, 0].reshape(factors.shape), scale=np.sqrt(q.shape[-2]))
-
-
 @given(windows())
 def test_effective_queries_are_transposed_transitions(window):
     layer, tokens, _ = window
@@ -134,32 +113,6 @@ def test_fewer_queries_than_tokens_are_the_last_rows(window, data):
     assert close(some.weights, full.weights[..., -last:, :], scale=np.linalg.norm(q))
 
 
-@given(windows())
-def test_weights_look_at_no_later_token(window):
-    layer, tokens, _ = window
-    q, ring = ring_of(layer, tokens)
-    weights = read_window(q, ring).weights
-    np.testing.assert_array_equal(np.triu(weights, 1), np.zeros_like(weights))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_empty_ring_changes_nothing(kind, rng):
-    layer = Layer(kind, 2, 4, 3)
-    state = states_of(rng, layer, 1, np.float64).swapaxes(-1, -2)
-    _, ring = ring_of(layer, tokens_of(rng, layer, 1, 0))
-    np.testing.assert_array_equal(fold(state, ring), state)
-
-
-def test_decays_are_exponentials_of_sums():
-    g = np.array([[-0.5], [-1.0], [-2.0]])
-    from_start, between = decay_between(g)
-    # a sum of three and one exponential: a few units in the last place
-    np.testing.assert_allclose(from_start[:, 0], np.exp([-0.5, -1.5, -3.5]), rtol=1e-15)
-    np.testing.assert_allclose(
-        between[:, :, 0], [[1, 0, 0], [np.exp(-1), 1, 0], [np.exp(-3), np.exp(-2), 1]], rtol=1e-15
-    )
-
-
 @pytest.mark.parametrize("channels", [1, 4])
 def test_decay_at_the_ends_of_its_range(channels):
     """-inf forgets earlier tokens only, also if repeated; decays of -50 underflow to 0, not to NaN."""
@@ -172,13 +125,3 @@ def test_decay_at_the_ends_of_its_range(channels):
                 # the running sums add in another order than NumPy's: a unit or two in the exponent's last place
                 want = np.exp(np.sum(g[s + 1 : j + 1], axis=0)) if s <= j else np.zeros(channels)
                 np.testing.assert_allclose(between[j, s], want, rtol=1e-12)
-
-
-@pytest.mark.parametrize("kind", ["gdn", "kda"])
-def test_a_closed_gate_writes_and_erases_nothing(kind, rng):
-    layer = Layer(kind, 2, 4, 3)
-    tokens = tokens_of(rng, layer, 1, 6, np.float64)
-    tokens.beta[...] = 0
-    q, ring = ring_of(layer, tokens)
-    np.testing.assert_array_equal(read_window(q, ring).weights, np.zeros((1, 2, 6, 6)))
-    np.testing.assert_array_equal(erase_factors(ring), np.zeros_like(ring.k))

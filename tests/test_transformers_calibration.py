@@ -1,7 +1,6 @@
 """Calibration of whole models: plans by layer, their file, and the model that they belong to."""
 
 import copy
-import json
 import re
 
 import numpy as np
@@ -14,7 +13,6 @@ from sketchssm.arrays import interop
 from sketchssm.calibrate.allocation import allocate_ranks
 from sketchssm.calibrate.basis import fit_basis
 from sketchssm.calibrate.windows import take_tokens
-from sketchssm.plans.files import KEY
 from sketchssm.plans.model_plans import ModelPlans
 
 torch = pytest.importorskip("torch")
@@ -182,73 +180,19 @@ def test_other_classes(qwen):
 
 
 def test_file(plans, tmp_path):
-    path, again = tmp_path / "plans.safetensors", tmp_path / "again.safetensors"
+    path = tmp_path / "plans.safetensors"
     plans.save(path)
     loaded = ModelPlans.load(path)
-    assert list(loaded) == list(plans)
-    assert len(loaded) == 2
+    assert (list(loaded), len(loaded)) == (list(plans), 2)
     assert all(loaded[name].fingerprint == plan.fingerprint for name, plan in plans.items())
     assert (loaded.fingerprint, loaded.allocation) == (plans.fingerprint, plans.allocation)
-    loaded.save(again)
-    assert path.read_bytes() == again.read_bytes()
-    assert repr(loaded).startswith("ModelPlans(Qwen3NextForCausalLM, layers=2, mean_rank=3, reduction=")
 
 
-def edited(path, edit):
-    """Rewrite a file of plans with an edited document and tensors, and a checksum that fits."""
-    from safetensors.numpy import load_file as load
-
-    from sketchssm.plans.files import save_file
-    from sketchssm.plans.model_plans import FORMAT
-
-    raw = path.read_bytes()
-    document = json.loads(json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"][KEY])
-    tensors = load(path)
-    edit(document, tensors)
-    fields = {key: value for key, value in document.items() if key not in ("format", "version", "sha256")}
-    save_file(path, FORMAT, tensors, fields)
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    (
-        (lambda d, t: t.pop("model.layers.0.linear_attn.omega"), r"expected the tensors .*linear_attn.omega"),
-        (lambda d, t: t.update(x=np.zeros(1)), r"expected the tensors .*, got .*x"),
-        (
-            lambda d, t: d["layers"]["model.layers.1.linear_attn"]["plan"].update(window=1),
-            r"model\.layers\.1\.linear_attn: window: expected an integer",
-        ),
-        (lambda d, t: d["allocation"]["retained"].popitem(), r"allocation: expected retained energies of"),
-        (lambda d, t: d["allocation"].update(gap="x"), r"gap: expected a finite number, got 'x'"),
-        (lambda d, t: d.pop("model"), r"model"),
-        (lambda d, t: d.update(layers=3), r"int"),
-    ),
-)
-def test_files_that_contradict_themselves(plans, tmp_path, edit, message):
+def test_other_files(plans, qwen, tmp_path):
     path = tmp_path / "plans.safetensors"
-    plans.save(path)
-    edited(path, edit)
-    with pytest.raises(ss.PlanFileError, match=message):
-        ModelPlans.load(path)
-
-
-def test_damaged_and_other_files(plans, qwen, tmp_path):
-    path = tmp_path / "plans.safetensors"
-    plans.save(path)
-    with pytest.raises(ss.PlanFileError, match=r"expected format 'sketchssm-plan', got 'sketchssm-model-plans'"):
-        ss.SketchPlan.load(path)
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(ss.PlanFileError, match=r"the contents do not match their checksum"):
-        st.patch(qwen, path)
     next(iter(plans.values())).save(path)
-    with pytest.raises(ss.PlanFileError, match=r"expected format 'sketchssm-model-plans', got 'sketchssm-plan'"):
-        ModelPlans.load(path)
     with pytest.raises(ValueError, match=r"^plans: expected names among model\..*, got 'plans'"):
         st.patch(qwen, path)  # the plan of a layer with the name of its file
-    with pytest.raises(FileNotFoundError, match=r"no sketchssm-model-plans file"):
-        ModelPlans.load(tmp_path / "none")
 
 
 def test_patch_takes_plans_and_their_file(plans, qwen, tmp_path):
