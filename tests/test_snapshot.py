@@ -122,6 +122,16 @@ class TestRefusals:
             for name, array in head.snapshot().arrays.items():
                 np.testing.assert_array_equal(array, before.arrays[name])
 
+    def test_another_monitor(self, layer, rng):
+        """Samples are counted by their monitor."""
+        plan = plan_of(np.random.default_rng(7), layer, RANKS, window=WINDOW)
+        two, three, none = (ss.SketchHead(plan, 5, "reference", monitor=monitor) for monitor in (2, 3, 0))
+        snapshot = busy(two, layer, rng).snapshot()
+        with pytest.raises(ValueError, match=r"^snapshot: expected monitor 3, got 2$"):
+            three.restore(snapshot)
+        with pytest.raises(ValueError, match=r"^snapshot: expected parts, of those that differ, \[\], got .*errors"):
+            none.restore(snapshot)
+
     def test_another_layer(self, layer, snapshot, rng):
         wide = ss.Layer(layer.kind, layer.heads, layer.key_dim, layer.value_dim + 1, layer.key_heads)
         head = ss.SketchHead(plan_of(rng, wide, RANKS, window=WINDOW), 5, "reference")

@@ -88,8 +88,9 @@ def test_wrong_json():
         ({"transfers": True}, "kv_transfer_config: expected None"),
         ({"microbatches": True}, "enable_dbo: expected False"),
         ({"own_replay": True}, "use_replayssm: expected False"),
+        ({"recording": 5}, "window: expected one of 4, 8, 16, 32, which the kernels take, got 5"),
         (DRAFTS | {"platform": "cpu", "kind": "mamba2"}, "speculative_config: expected None"),
-        (DRAFTS | {"recording": True}, "speculative_config: expected None while a calibration is recorded"),
+        (DRAFTS | {"recording": 16}, "speculative_config: expected None while a calibration is recorded"),
         (DRAFTS | {"monitor": 1}, "monitor: expected 0 with speculative decoding"),
         (DRAFTS | {"cache_mode": "align"}, "enable_prefix_caching: expected False with drafts"),
         (DRAFTS | {"drafts": 8}, "num_speculative_tokens: expected at most 7"),
@@ -103,7 +104,7 @@ def test_refusals(change, words):
 
 def test_engines_that_are_taken():
     check_engine(FACTS)
-    check_engine(replace(FACTS, platform="cpu", kind="mamba2"))
+    check_engine(replace(FACTS, platform="cpu", kind="mamba2", recording=5))
     check_engine(replace(FACTS, kind="kda", cache_mode="none", drafts=7))
     check_engine(replace(FACTS, cache_mode="none", drafts=7, window=1))
 

@@ -7,9 +7,9 @@ import warnings
 from functools import cache
 from typing import Any
 
-from sketchssm.cuda.constants import MAX_RANK
+from sketchssm.cuda.constants import MAX_RANK, WINDOWS
 
-__all__ = ["MAX_RANK", "load_layer_inputs", "missing"]
+__all__ = ["MAX_RANK", "WINDOWS", "load_layer_inputs", "missing"]
 
 DRIVER = 12000
 """First version of the driver that has launches with attributes."""

@@ -39,6 +39,9 @@ KERNEL_PIVOTS = 8
 MAX_RANK = 16
 """Largest rank of a head with a sketch."""
 
+WINDOWS = (4, 8, 16, 32)
+"""Tokens from one flush to the next."""
+
 STATIC_SHARED = 128
 """Bytes reserved for statically declared shared memory, of which kernels use at most 96."""
 

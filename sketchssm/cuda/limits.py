@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from sketchssm.cuda.constants import KERNEL_PIVOTS, MAX_RANK, STATIC_SHARED
+from sketchssm.cuda.constants import KERNEL_PIVOTS, MAX_RANK, STATIC_SHARED, WINDOWS
 from sketchssm.cuda.modules import Variant, load, size_of
 from sketchssm.layer.checks import UnsupportedError
 from sketchssm.layer.recurrence import Layer
 from sketchssm.plans.plan import SketchPlan
 
-KEY_DIMS, VALUE_DIMS, WINDOWS = (64, 96, 128, 192, 256), range(16, 257, 16), (4, 8, 16, 32)
+KEY_DIMS, VALUE_DIMS = (64, 96, 128, 192, 256), range(16, 257, 16)
 MAX_CHANNELS = 128
 """Most channels of a key with a decay each."""
 SUPPORTED = (

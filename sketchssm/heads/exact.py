@@ -162,8 +162,8 @@ class ExactHead(DecodeHead):
     def restore(self, snapshot: Snapshot, slots: Any = None) -> None:
         """Put the slots of a snapshot into slots of this head; the old contents of these slots are dropped.
 
-        System, backend, layer, window, plan, gate, formats and types of the memory must be those of the snapshot's
-        head. Decoding continues at the same window positions.
+        System, backend, layer, window, plan, gate, formats, monitor and types of the memory must be those of the
+        snapshot's head. Decoding continues at the same window positions.
 
         Parameters
         ----------

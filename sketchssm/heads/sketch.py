@@ -126,7 +126,8 @@ class SketchHead(ExactHead):
         self.plan, self.sketch_dtype, self.monitor = plan, form.name, int(monitor)
 
     def _owner(self) -> dict[str, Any]:
-        return super()._owner() | {"sketch_dtype": self.sketch_dtype}
+        monitor = {"monitor": self.monitor} if self.monitor else {}
+        return super()._owner() | {"sketch_dtype": self.sketch_dtype} | monitor
 
     def errors(self, slots: Any = None, *, reset: bool = False) -> ReadErrors:
         """Return what the monitor has measured in some slots since their requests began; waits for the device.

@@ -40,7 +40,7 @@ class Snapshot(Stored):
         positions.
     owner : dict
         The head of the arrays: system, backend, layer, window, plan (the plan's fingerprint), gate, type of the
-        states, and parts; of a `SketchHead` also the sketch's format.
+        states, and parts; of a `SketchHead` also the sketch's format and, if it has one, the monitor.
     """
 
     FORMAT = FORMAT

@@ -104,7 +104,7 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
                 config.kv_transfer_config is not None,
                 bool(config.parallel_config.enable_dbo),
                 bool(config.cache_config.use_replayssm),
-                settings.record is not None,
+                settings.window if settings.record else 0,
                 settings.monitor,
             )
         )

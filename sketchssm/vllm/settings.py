@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from sketchssm.calibrate.allocation import budget_of
+from sketchssm.cuda import WINDOWS
 from sketchssm.layer.checks import check_number
 from sketchssm.layer.recurrence import check_integer, check_window
 from sketchssm.layer.slots import MAX_DRAFTS
@@ -116,7 +117,7 @@ class EngineFacts:
     transfers: bool = False  # whether states go to other engines (vLLM's kv_transfer_config)
     microbatches: bool = False  # whether a step is split into microbatches (dual batch overlap)
     own_replay: bool = False  # whether vLLM's own layers keep rings (use_replayssm)
-    recording: bool = False  # whether a calibration is recorded
+    recording: int = 0  # window of a calibration that is recorded; 0 for none
     monitor: int = 0  # of `Settings`
 
 
@@ -132,6 +133,9 @@ def check_engine(facts: EngineFacts) -> None:
         raise ValueError("kv_transfer_config: expected None, as states go to no other engine, got a configuration")
     if facts.microbatches:
         raise ValueError("enable_dbo: expected False, as the plugin does not split batches, got True")
+    if facts.recording and facts.platform == "cuda" and facts.recording not in WINDOWS:
+        known = ", ".join(map(str, WINDOWS))
+        raise ValueError(f"window: expected one of {known}, which the kernels take, got {facts.recording}")
     if not facts.drafts:
         return
     if facts.monitor:
