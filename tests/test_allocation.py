@@ -272,12 +272,6 @@ def test_rank_scores_do_not_allocate_beside_residuals(rng):
             ss.allocate_ranks(scores, 3, method, **form)
 
 
-@pytest.mark.parametrize("rank_max", [0, 7, 2.0, True])
-def test_largest_rank_is_checked(rank_max, rng):
-    with pytest.raises(ValueError, match=rf"rank_max: expected .*, got {rank_max}"):
-        ss.allocate_ranks(scores_of(SMALL, falling(rng, 4, 6)), 2, rank_max=rank_max)
-
-
 def test_no_samples(rng):
     fresh = ss.RankScores(SketchBasis.random(SMALL, 8))
     match = r"^scores: expected samples .*, got none for layer 1: .* longer than the window of 16 tokens"

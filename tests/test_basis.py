@@ -262,9 +262,3 @@ def test_a_file_of_too_many_or_no_columns(columns, tmp_path, rng):
     save_file(path, FORMAT, tensors, fields)
     with pytest.raises(FileFormatError, match=rf"rank_max: expected an integer from 1 to .*, got {columns}"):
         ss.SketchBasis.load(path)
-
-
-@pytest.mark.parametrize("rank_max", [0, 6, 2.0, True])
-def test_rank_max_refusals(rank_max, rng):
-    with pytest.raises(ValueError, match="rank_max"):
-        ss.fit_basis(moments_of(rng), rank_max)

@@ -54,10 +54,3 @@ def test_reduction_of_a_plan():
     plan = ss.SketchPlan(basis, ranks, window=8, sketch_dtype="int8")
     assert plan.reduction == traffic.reduction("gdn", 16, 8, ranks, 8, sketch_dtype="int8")
     assert plan.reduction > ss.SketchPlan(basis, ranks, window=8).reduction
-
-
-@pytest.mark.parametrize("name", ["int4", None])
-def test_refusals(name):
-    for call in (traffic.sketch_read, traffic.sketch, traffic.reduction):
-        with pytest.raises(ValueError, match=r"^sketch_dtype: expected one of"):
-            call("gdn", 8, 8, 4, sketch_dtype=name)

@@ -229,7 +229,6 @@ def test_every_head_keeps_a_bit():
         ({"ranks": (7,)}, "^ranks: expected numbers from 1 to 6, got 7"),
         ({"ranks": ()}, "^ranks: expected at least one"),
         ({"bits": (0, 1)}, "^bits: expected numbers from 1 to 3, got 0"),
-        ({"every": 0}, "^every: expected"),
         ({"sketch_dtype": "int4"}, "int4"),
     ],
 )

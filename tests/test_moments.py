@@ -182,11 +182,6 @@ def test_carry_shares_no_memory():
     assert np.array_equal(carry.ring.k, kept)
 
 
-def test_defaults():
-    moments = ss.Moments(LAYERS["gdn"])
-    assert (moments.layer, moments.window) == (LAYERS["gdn"], 16)
-
-
 def test_file(tmp_path):
     layer = LAYERS["kda"]
     tokens = make_traces(layer, 2, 23, 8)
@@ -296,12 +291,6 @@ def test_carry_refusals():
         ss.Moments("gdn", 4, 6, 5, 2, window=2).update(*tokens, carry=carry)
     with pytest.raises(ValueError, match=r"carry: .*beta"):
         moments.update(*tokens, carry=Carry(carry.state, carry.ring._replace(beta=None)))
-
-
-@pytest.mark.parametrize("wrong", [{"window": 1}, {"window": 2.5}, {"heads": 0}])
-def test_setting_refusals(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        ss.Moments(**({"kind": "gdn", "heads": 4, "key_dim": 6, "value_dim": 5} | wrong))
 
 
 class TestLayerArgument:

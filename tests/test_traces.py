@@ -268,12 +268,3 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
 def test_missing_file():
     with pytest.raises(FileNotFoundError, match=r"no trace file at nowhere\.npz"):
         Traces.load("nowhere.npz")
-
-
-def test_repr_is_one_line_of_sizes():
-    traces = Traces.shipped("gdn")
-    assert repr(traces) == (
-        "Traces(gdn, Layer(kind='gdn', heads=4, key_dim=128, value_dim=128, key_heads=2), "
-        "sequences x tokens: calib=3x224, test=1x224, grad=1x224)"
-    )
-    assert repr(replace(traces, grad=None)).endswith("grad=none)")

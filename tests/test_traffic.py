@@ -121,9 +121,6 @@ def test_plan_reduction(map):
         (lambda: traffic.compressed(8, 8), "bits or sparsity"),
         (lambda: traffic.compressed(8, 8, bits=4, sparsity=0.5), "bits or sparsity"),
         (lambda: traffic.compressed(8, 8, sparsity=1.0), "sparsity"),
-        (lambda: traffic.compressed(8, 8, bits=0), "bits"),
-        (lambda: traffic.replay(8, 8, 0), "window: expected a positive integer, got 0"),
-        (lambda: traffic.read_only_copy(8, 8, 4, 0), "window"),
         (lambda: traffic.sketch("gdn", 8, 8, 1, 0), "window"),
     ],
 )
