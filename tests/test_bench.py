@@ -365,29 +365,6 @@ class TestTables:
         assert not first.note
         assert "10.0 GB/s" in second.note
 
-    def test_arrivals(self):
-        common = {"shape": "a", "backend": "cpu", "batch": 2, "window": 4, "layers": 3, "requests": 1, "steps": []}
-        timed = [
-            ("standard", "arrivals", 8.0, np.nan),
-            ("sketch", "lockstep", 2.0, 1.0),
-            ("sketch", "clock", 2.5, 1.25),
-        ]
-        results = [
-            bench.ArrivalsResult(
-                system=system, mode=mode, microseconds=step, over_lockstep=ratio, slowest=1.5, error=0.01,
-                state_error=0.0, **common,
-            )
-            for system, mode, step, ratio in timed
-        ]  # fmt: skip
-        [table] = bench.arrival_tables(bench.ArrivalsReport(3, 256, results))
-        assert table.title == "a, W = 4, on cpu: microseconds of a layer's step, 3 layers"
-        assert table.rows == [
-            ["standard", "arrivals", "2", "8.0", "-", "1.50", "1.00x", "1.0e-02", "0"],
-            ["sketch", "lockstep", "2", "2.0", "1.000", "1.50", "4.00x", "1.0e-02", "0"],
-            ["sketch", "clock", "2", "2.5", "1.250", "1.50", "3.20x", "1.0e-02", "0"],
-        ]
-        assert "256 tokens on average" in table.note
-
 
 class TestCalibration:
     def test_report(self, tmp_path, monkeypatch):

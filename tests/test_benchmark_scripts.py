@@ -48,17 +48,6 @@ def layer_of(**systems):
     return {"name": "layer", "map": "ridge", "half_life": [5.0, None], "systems": names}
 
 
-def test_headline_takes_the_worst_sketch_and_the_best_rival(tables):
-    layer = layer_of(
-        sketch__ridge_8=system(10.5, 0.02), sketch__ridge_12=system(9.1, 0.01), sketch__ridge_2=system(14, 0.09),
-        sketch__prior_8=system(10.0, 0.5), quantised__dsq_6_bits=system(5.1, 0.06),
-        quantised__dsq_8_bits=system(3.9, 0.001), pruned__ghost_75=system(4.0, 0.05), read_only__copy=system(8, 0.001),
-    )  # fmt: skip
-    [row] = tables.headline([layer])
-    assert row == ["layer", "2.0e-02 to 1.0e-02", "pruned/ghost-75 5.0e-02 at 4.00x", "2.5 to 5", "inf"]
-    assert list(tables.headline([layer_of(sketch__ridge_8=system(10, 0.02))])) == []
-
-
 def test_copies_meet_the_best_sketch_of_no_more_bytes(tables):
     layer = layer_of(
         sketch__ridge_8=system(10, 0.02), sketch__ridge_16=system(7.99, 0.01), sketch__ridge_24=system(6, 0.001),

@@ -16,16 +16,15 @@ from test_traces import SHAPES, write_traces
 
 import sketchssm as ss
 from sketchssm import cuda
-from sketchssm.calibrate.plans import Settings, calibrate
+from sketchssm.calibrate.plans import calibrate
 from sketchssm.calibrate.traces import SHIPPED, Traces
-from sketchssm.cli import COMMANDS, demo, main
+from sketchssm.cli import COMMANDS, main
 from sketchssm.cli.output import Output
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.recurrence import Layer
 from sketchssm.plans.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans, load_plans
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study import bench
-from sketchssm.study.evaluate import Study
 
 SMALL = ["--window", "8", "--backend", "reference"]
 
@@ -75,11 +74,6 @@ def test_help_is_instant():
     assert all(name in done.stdout for name in COMMANDS)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_command_help(name):
-    assert "--json" in invoke(name, "--help").output
-
-
 def test_calibrate_then_evaluate(traces, tmp_path):
     plan_file = tmp_path / "plan.safetensors"
     settings = ["--mean-rank", 3, "--window", 8, "--map", "ridge", "--ridge", 0.02]
@@ -97,15 +91,6 @@ def test_calibrate_then_evaluate(traces, tmp_path):
     assert [system["setting"] for system in systems] == ["standard", "replay", "given"]
     assert systems[2]["reduction"] == pytest.approx(report["reduction"], rel=1e-5)
     assert systems[1]["reduction"] == pytest.approx(2 / (1 + 1 / 8), rel=1e-5)  # the window of the plan
-
-
-def test_calibrate_in_few_bits(traces, tmp_path):
-    plan_file = tmp_path / "plan.safetensors"
-    settings = ["--mean-rank", 3, "--window", 8, "--sketch-dtype", "int8"]
-    report = json.loads(invoke("calibrate", traces, "--out", plan_file, *settings, "--json", "-").stdout)
-    plan = SketchPlan.load(plan_file)
-    assert plan.sketch_dtype == report["plans"][0]["sketch_dtype"] == "int8"
-    assert json.loads(invoke("info", plan_file, "--json", "-").stdout)["sketch_dtype"] == "int8"
 
 
 def test_calibrate_with_residuals(traces, tmp_path):
@@ -134,17 +119,6 @@ def test_calibrate_with_residuals(traces, tmp_path):
         (("--reduction", 90), "reduction: expected at most"),
     ):
         assert message in invoke(*given, *wrong, code=2).stderr
-
-
-def test_calibrate_limits_ranks(traces, tmp_path):
-    plan = tmp_path / "plan.safetensors"
-    settings = ["--mean-rank", 4, "--window", 4]
-    invoke("calibrate", traces, "--out", plan, *settings)
-    assert SketchPlan.load(plan).ranks.max() > 3
-    invoke("calibrate", traces, "--out", plan, *settings, "--rank-max", 3)
-    assert SketchPlan.load(plan).ranks.max() <= 3
-    refused = invoke("calibrate", traces, "--out", plan, *settings, "--rank-max", 1000, code=2)
-    assert "rank_max: expected an integer from 1 to min(K, V)" in " ".join(refused.output.split())
 
 
 def test_calibrate_limits_ranks_to_those_of_cuda(tmp_path):
@@ -258,15 +232,6 @@ def test_report_needs_nothing_beside_it(sliced):
     assert "<td>quantised/dsq-6-bits</td>" in text
 
 
-def test_evaluate_a_plan_among_others(traces, tmp_path):
-    plan = tmp_path / "plan.safetensors"
-    invoke("calibrate", traces, "--out", plan, "--mean-rank", 3, "--window", 8)
-    chosen = ["--systems", "plan,exact", "--every", 8, *SMALL]
-    [layer] = json.loads(invoke("evaluate", traces, "--plan", plan, *chosen, "--json", "-").stdout)["layers"]
-    assert [(s["family"], s["setting"]) for s in layer["systems"]][1:] == [("exact", "replay"), ("plan", "given")]
-    assert layer["systems"][2]["ranks"] == SketchPlan.load(plan).ranks.tolist()
-
-
 @pytest.mark.slow
 def test_demo(tmp_path):
     file = tmp_path / "demo.json"
@@ -290,16 +255,6 @@ def test_demo(tmp_path):
     ]
     shown, written = ({tuple(row[:4]): float(row[-1].rstrip("%")) for row in own} for own in rows)
     assert len(shown) == 6 and shown == pytest.approx(written, abs=0.011)
-
-
-def test_demo_times_every_system(traces):
-    study = Study(Traces.load(traces), Settings(8), (1, 3), mean_rank=3)
-    seen = []
-    times = demo._times([study], ["sketch/ridge-1", "sketch/ridge-3"], "reference", 2, seen.append)
-    names = ["exact/standard", "exact/replay", "sketch/ridge-1", "sketch/ridge-3"]
-    assert list(times) == [("layer3", name) for name in names]
-    assert min(times.values()) > 0
-    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("command", ["demo --plots x", "evaluate --report x.html", "evaluate --out x --plots"])

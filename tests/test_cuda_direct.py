@@ -206,42 +206,6 @@ def test_calls_left_to_python(learned, driver):
     assert driver.launches == before + 2
 
 
-def test_results_of_calls_left_to_python(learned, slow):
-    """Python computes what the short way would have computed."""
-    x = learned.given
-    want = learned().clone()
-    assert len(slow) == 1
-    learned.head.reset()
-    first = learned(q=x["q"].double().to(torch.bfloat16))
-    learned.head.reset()
-    others = {"slots": ROWS, "out": None}
-    got = learned(**others)
-    assert len(slow) == 2
-    assert torch.equal(got, first)
-    assert not torch.equal(want, first)
-
-
-def test_new_outputs(learned):
-    """Each call without ``out=`` makes a tensor, which goes when the caller is done."""
-    one, two = (learned(out=None) for _ in range(2))
-    assert one.data_ptr() != two.data_ptr()
-    assert one.is_contiguous()
-    gone = weakref.ref(one)
-    del one
-    assert gone() is None
-
-
-def test_another_type_of_outputs(rng, slow):
-    """Outputs of the kernels' type may be given; without, Python converts them to v's type."""
-    head = sketch(slots=SLOTS, output_dtype="float32")
-    given = tensors_of(tokens_of(rng, BATCH, 1), 0)
-    out = torch.empty(given[2].shape)
-    for _ in range(3):
-        assert head.step(*given).dtype == torch.bfloat16
-        assert head.step(*given, out=out) is out
-    assert len(slow) == 3
-
-
 def test_mamba2(rng, slow):
     """A layer without write gates."""
     layer = Layer("mamba2", 2, 64, 64, 1)
@@ -360,34 +324,3 @@ def test_memory_is_freed(rng):
     del head
     gc.collect()
     assert gone() is None
-
-
-DRIVER = drivers.Driver()
-GOOD = {
-    "exchange": torch.Tensor.__dlpack_c_exchange_api__, "tensor_type": torch.Tensor, "device": (1, 0),
-    "driver": DRIVER.addresses(), "arrays": [None] * 6, "kernels": [], "slots": (0, 0),
-    "grad_enabled": torch.is_grad_enabled, "failed": print,
-}  # fmt: skip
-"""A description of a step without kernels."""
-
-
-def test_wrong_descriptions():
-    """The extension checks what it is given when an object is made."""
-    extension.Step(**GOOD)
-    for wrong, kind in (
-        ({"exchange": object()}, ValueError),
-        ({"arrays": [None] * 5}, ValueError),
-        ({"arrays": [(4, 16)] + [None] * 5}, TypeError),
-        ({"kernels": [(0, 0, 0, [(0, 4, "nothing")])]}, ValueError),
-        ({"kernels": [(0, 0, 0, [(0, 2, "q")])]}, ValueError),
-        ({"driver": (0, 0)}, TypeError),
-    ):
-        with pytest.raises(kind):
-            extension.Step(**(GOOD | wrong))
-    step = extension.Step(**GOOD)
-    for rows, grids in ((0, []), (1, [(1, 1)]), (direct.MOST_ROWS + 1, [])):
-        with pytest.raises(ValueError, match="expected at least one row"):
-            step.set_grids(rows, grids)
-    step.set_grids(direct.MOST_ROWS, [])
-    with pytest.raises(TypeError, match="expected q, k, v"):
-        step.step(1, 2)

@@ -183,15 +183,6 @@ def test_steps_of_mixed_sizes(name, window, kind, activation, stored, rng, cupy)
     check_states(device, oracle, stored)
 
 
-def test_no_tokens(rng, cupy):
-    """A step without tokens launches nothing and moves no cursor."""
-    layer = Layer("gdn", 4, 64, 64, 2)
-    device = SketchEngine(make_plan(layer, [FULL_STATE, 5, 3, 9], rng, window=8), 2, output_dtype="float32")
-    tokens = make_tokens(layer, 2, 0, "bfloat16", rng)
-    device.step(tokens_to_device(tokens, "bfloat16"), cupy.arange(2), cupy.zeros((2, 0, 4, 64), np.float32))
-    assert device.position.tolist() == [0, 0]
-
-
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-64"])
 def test_reads_of_what_bf16_holds(name, rng, cupy):
     """bf16 represents these states and maps: the error is what two slices of weights and queries leave out."""
@@ -313,27 +304,3 @@ def test_sketch_in_little_shared_memory(kind, state_dtype, rng, host, monkeypatc
     monkeypatch.setattr(modules, "_modules", {})
     plan = make_plan(LAYERS["kda"], np.array([9, FULL_STATE, 3]), rng, map=kind, ridge=RIDGE[kind])
     check_sketch(plan, "bfloat16", "bfloat16", rng, state_dtype=state_dtype)
-
-
-@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
-def test_padding_and_fresh_slots(name, rng, cupy):
-    """A padding row outputs zeros and changes no slot; after a reset a slot that held NaN equals a fresh one."""
-    layer = LAYERS[name]
-    plan = make_plan(layer, np.resize(RANKS[name], layer.heads), rng)
-    fresh, used = (poisoned(SketchEngine(plan, 3, output_dtype="float32")) for _ in range(2))
-    used.state[1] = np.nan
-    used.cursor[1] = 7
-    used.sketch.view(np.uint8)[...] = 0xFF
-    used.reset(cupy.asarray([1]))
-    before = used.state.get()
-    for t in range(18):
-        tokens = tokens_to_device(make_tokens(layer, 2, 1, "bfloat16", rng), "bfloat16")
-        outs = [cupy.empty((2, 1, layer.heads, layer.value_dim), np.float32) for _ in range(2)]
-        fresh.step(tokens, cupy.asarray([-1, 1]), outs[0])
-        used.step(tokens, cupy.asarray([-1, 1]), outs[1])
-        outs = [out.get() for out in outs]
-        assert not outs[0][0].any() and np.isfinite(outs[0]).all()
-        assert np.array_equal(*outs)
-        assert used.position.tolist() == [0, (t + 1) % 16, 0]
-    assert np.array_equal(used.state.get()[[0, 2]], before[[0, 2]], equal_nan=True)
-    assert np.array_equal(fresh.state.get(), used.state.get())

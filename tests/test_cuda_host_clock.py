@@ -11,17 +11,14 @@ from gpu.cuda_support import (
     SketchEngine,
     error,
     make_plan,
-    make_tokens,
     poisoned,
     run_served,
-    tokens_to_device,
 )
 from host import fixtures
 
 from sketchssm.arrays.options import EngineOptions
 from sketchssm.cuda import workspaces
 from sketchssm.layer.recurrence import FULL_STATE
-from sketchssm.layer.slots import DUE
 from sketchssm.reference import engines as reference
 
 cupy, pytestmark = fixtures.of_kernels, fixtures.cold
@@ -68,19 +65,3 @@ def test_the_clock_moves_on_once_a_step_of_many_rows(rng, cupy, monkeypatch):
     oracle = reference.ReplayEngine(layer, 5, 4, EngineOptions(phase=1))
     got, want, _ = run_served(device, oracle, layer, 12, "bfloat16", rng, cupy)
     assert error(got, want) < EXACT
-
-
-def test_all_rows_flush_at_the_strokes_whenever_they_joined(rng, cupy):
-    layer = LAYERS["kda-64"]
-    device = poisoned(ReplayEngine(layer, 3, 8, output_dtype="float32", phase=5))
-    tokens = tokens_to_device(make_tokens(layer, 3, 1, "bfloat16", rng), "bfloat16")
-    seen = []
-    for step in range(20):
-        if step == 12:  # late by some steps: its first window is short
-            device.reset(cupy.asarray([1]))
-        device.step(tokens, cupy.asarray([0, -1 if step < 7 else 1, 2]), cupy.empty((3, 1, 2, 64), np.float32))
-        seen.append(device.cursor.get())
-    position = np.array(seen) & ~DUE
-    strokes = np.array([2, 10, 18])
-    assert np.array_equal(np.flatnonzero(position[:, 0] == 0), strokes)
-    assert not position[strokes[1:]].any()

@@ -256,12 +256,6 @@ class TestTorchOnDevice:
             assert head.step(*given, slots=torch.tensor([[1, 0], [2, 0], [3, 0]])[:, 0], out=out) is out
         assert error(out.numpy(), twin.step(*tokens, slots=[1, 2, 3])) < STORED["bfloat16"]
 
-    def test_sparse(self, torch, rng):
-        tokens = narrow(tokens_of(rng, length=1))
-        given = [torch.from_numpy(x.astype(np.float32)) for x in tokens]
-        with pytest.raises(TypeError, match=r"^k: expected an array, got Tensor"):
-            sketch(activation="float32").step(given[0], given[1].to_sparse(), *given[2:])
-
 
 class TestPools:
     def test_states_in_the_caller_s_memory(self, rng):

@@ -110,35 +110,6 @@ def test_bad_slots_on_the_device_are_left_out(system, dtype, rows, rng, monkeypa
     assert twin.left_out() == 0
 
 
-@pytest.mark.parametrize("system", ["replay", "sketch"])
-def test_bad_slots_of_drafts(system, rng):
-    head, twin = head_with(system), head_with(system)
-    bad = standin.asarray(np.array(BAD, np.int32))
-    for _ in range(4):
-        tokens = narrow(tokens_of(rng, len(BAD), 2), standin.asarray)
-        got = head.step(*tokens, slots=bad, draft=True)
-        np.testing.assert_array_equal(got, twin.step(*tokens, slots=GOOD, draft=True))
-        accepted = np.array([1, 2, 2, 1, 1, 2, 2])
-        head.commit(standin.asarray(accepted), slots=bad)
-        twin.commit(standin.asarray(accepted), slots=standin.asarray(np.array(GOOD)))
-        same(head, twin)
-        assert head.left_out() == 2 * LEFT
-
-
-@pytest.mark.parametrize("system", ["standard", "replay", "sketch"])
-def test_a_slot_that_means_padding(system, rng):
-    """It holds no row, whether it is named, on the host or on the device, or left to the default."""
-    head, twin = head_with(system, pad_slot=0), head_with(system)
-    for slots in ([0, 0, 2], standin.asarray(np.array([0, 0, 2])), None):
-        tokens = narrow(tokens_of(rng), standin.asarray)
-        got = head.step(*tokens, slots=slots)
-        np.testing.assert_array_equal(got, twin.step(*tokens, slots=[-1, -1, 2] if slots is not None else [-1, 1, 2]))
-    head.flush()
-    twin.flush()
-    same(head, twin)
-    assert head.left_out() == 0
-
-
 @pytest.mark.parametrize("system", ["standard", "replay", "sketch"])
 def test_copies(system, rng):
     """All sources are read before any destination is written; windows continue in the copies, without drafts."""
@@ -162,31 +133,6 @@ def test_copies(system, rng):
     np.testing.assert_array_equal(head.step(*token, slots=[0]), head.step(*token, slots=[3]))
     with pytest.raises(ValueError, match=r"^dst: expected each slot at most once"):
         head.copy([0, 1], [2, 2])
-
-
-@pytest.mark.parametrize("system", ["standard", "sketch"])
-def test_states_of_the_head_itself(system, rng):
-    """They are copied before any is overwritten."""
-    head, twin = head_with(system), head_with(system)
-    start = rng.standard_normal((4, *LAYER.state_shape)).astype(np.float32)
-    for each in (head, twin):
-        each.load_state(start)
-    head.load_state(head.state[:2], slots=[1, 0])
-    twin.load_state(start[:2], slots=[1, 0])
-    same(head, twin)
-
-
-def test_adopted_states(rng):
-    head, twin = head_with("sketch"), head_with("sketch")
-    start = rng.standard_normal((4, *LAYER.state_shape)).astype(np.float32)
-    for each in (head, twin):
-        each.step(*narrow(tokens_of(rng, 4, 2), standin.asarray))
-    head.state[[0, 2]] = start[[0, 2]]
-    head.adopt([0, 2])
-    twin.load_state(start[[0, 2]], slots=[0, 2])
-    np.testing.assert_array_equal(head.position, [0, 2, 0, 2])
-    tokens = narrow(tokens_of(rng, 2, 3), standin.asarray)
-    np.testing.assert_array_equal(head.step(*tokens, slots=[0, 2]), twin.step(*tokens, slots=[0, 2]))
 
 
 def test_workspaces(rng, monkeypatch):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from host import fixtures
-from host.heads import LAYER, narrow, sketch, tokens_of
+from host.heads import narrow, sketch, tokens_of
 
 import sketchssm as ss
 
@@ -28,37 +28,6 @@ def test_a_half_full_window_survives_in_a_file(types, tmp_path, rng):
     got, want = other.step(*tokens, slots=[0, 1]), head.step(*tokens, slots=[3, 2])
     np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
     np.testing.assert_array_equal(np.asarray(other.state)[:2], np.asarray(head.state)[[3, 2]])
-
-
-def test_a_restored_slot_follows_the_clock(rng):
-    head, other = sketch(phase=1), sketch()
-    other.step(*narrow(tokens_of(rng, 1, 1)), slots=[0])
-    head.step(*narrow(tokens_of(rng, 1, 2)), slots=[0])  # the clock stands at W - 1: the next token flushes
-    head.restore(other.snapshot([0]), [1])
-    assert head.position[1] == 1
-    head.step(*narrow(tokens_of(rng, 2, 1)), slots=[0, 1])
-    np.testing.assert_array_equal(np.asarray(head.position)[:2], 0)
-
-
-@pytest.mark.parametrize("backend", ["reference", "cpu", "cuda"])
-@pytest.mark.parametrize("system", ["sketch", "standard"])
-def test_copies_and_snapshots_leave_the_drafts_of_their_sources(system, backend, rng):
-    """A request may be forked before its commit; the copies have no drafts."""
-    make = {"sketch": lambda: sketch(backend), "standard": lambda: ss.StandardHead(LAYER, 4, backend, drafts=2)}[
-        system
-    ]
-    head, twin = make(), make()
-    drafts, tokens = narrow(tokens_of(rng, 2, 2)), narrow(tokens_of(rng, 2, 1))
-    for each in (head, twin):
-        each.warmup(drafts=True)
-        each.step(*drafts, draft=True)
-        if each is head:
-            each.copy([0, 1], [2, 3])
-            copies = each.snapshot([0]).arrays["cursor"], np.asarray(each._engine.memory["cursor"])[2:]
-            assert not any(word.any() for word in copies)
-        each.commit([1, 2], [0, 1])
-    got, want = (np.asarray(each.step(*tokens)).astype(float) for each in (head, twin))
-    np.testing.assert_array_equal(got, want)
 
 
 def test_another_backend(rng):

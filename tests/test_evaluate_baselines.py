@@ -52,20 +52,6 @@ def test_reductions_are_the_byte_model_s(traces):
     assert [by_name[f"{pruned} {share:.1%}"] for share in baselines.SPARSITIES] == [1.6, 2, 1 / 0.375, 4]
 
 
-def test_options(traces):
-    layer, calib = traces.layer, traces.calib
-    assert [s.name for s in baselines.read_only_systems(layer, calib, 8, bits=(3,), ranks=())] == ["3-bit copy"]
-    wide = baselines.read_only_systems(layer, calib, 8, bits=(), ranks=(2, 1000))
-    assert [s.name for s in wide] == ["low-rank read 2"]
-    assert wide[0].plan.window == 8
-    for systems in (
-        baselines.pruned_systems(layer, calib, sparsities=(0.25,)),
-        baselines.key_reduced_systems(layer, calib, sparsities=(0.25,)),
-    ):
-        for system in systems:
-            assert system.reduction == pytest.approx(4 / 3, rel=1e-12)
-
-
 def test_all_run_side_by_side(traces):
     """Every entry decodes real traces. Exact states are exact at flushes, the others are close."""
     together = listed(traces)

@@ -1,7 +1,6 @@
 """examples/lm: decoding with heads against the forward pass, prompts, and the evaluation."""
 
 import importlib.util
-import json
 import os
 import re
 import sys
@@ -263,29 +262,6 @@ def test_distances_need_tasks(lm, capsys):
     assert lm["evaluate"].arguments([*given, "--tasks", "keys"]).distance == [256]
 
 
-def test_pictures_come_from_files(lm, tmp_path):
-    """Files of one model share a column; notes distinguish systems of the same name, and no system appears twice."""
-    pytest.importorskip("matplotlib")
-    numbers = {"perplexity": 9.0, "increase_error": 0.1, "recall": 0.5, "divergence": 0.1, "divergence_error": 0.01}
-    for file, kind, reductions in (("a", "gdn", (1.0, 2.0)), ("b", "gdn", (1.0, 3.0)), ("c", "kda", (1.0,))):
-        systems = [{"name": f"{x:g}", "family": "other" if x > 1 else "exact", "reduction": x} for x in reductions]
-        report = {"model": f"my-{kind}", "recall_without_states": 0.5, "systems": [x | numbers for x in systems]}
-        (tmp_path / f"{file}.json").write_text(json.dumps(report))
-    files = [f"{tmp_path}/a.json", f"{tmp_path}/b.json:noted", f"{tmp_path}/c.json", f"{tmp_path}/c.json"]
-    gdn, kda = lm["figure"].load(files)
-    assert [(x.family, x.name) for x in gdn.results] == [("exact", "1"), ("other", "2"), ("other:noted", "3")]
-    assert (gdn.model, kda.model, len(kda.results)) == ("my-gdn", "my-kda", 1)
-    texts = []
-    for name in ("one.svg", "two.svg"):
-        lm["figure"].main([*files, "--out", str(tmp_path / name)])
-        texts.append((tmp_path / name).read_bytes())
-    assert texts[0] == texts[1] and b"other, noted" in texts[0]
-    assert b"perplexity above" in texts[0]
-    lm["figure"].main([*files, "--upper", "divergence", "--out", str(tmp_path / "three.svg")])
-    text = (tmp_path / "three.svg").read_bytes()
-    assert b"divergence from" in text and b"perplexity" not in text
-
-
 def test_free_decode_beside_standard_decode(lm):
     """Half of the rows take the likeliest tokens; standard decode does not diverge from itself, a sketch does."""
     model, rows = tiny(lm, "gdn"), ids(4, 24)
@@ -319,12 +295,6 @@ def test_reported_and_true_errors_share_the_tokens(lm):
     assert not reported[:, 0].any() and (true[:, 0] < 1e-10 * whole[:, 0]).all()  # float32
 
 
-def test_repeated_parts_of_free_decode(lm):
-    rows = np.array([[1, 2, 3, 9, 1, 2, 3, 9, 1], [1, 2, 3, 4, 5, 6, 7, 8, 9]])
-    found = lm["stress"].repeated(rows, 3)
-    assert found.tolist() == [[False] * 6 + [True] * 3, [False] * 9]
-
-
 def test_mixed_calibration_takes_turns(lm, tmp_path):
     """Both parts of a calibration, bases and scores, see every kind of text; halves of a file do not overlap."""
     for name, word in (("code", "x"), ("tables", "1")):
@@ -351,19 +321,6 @@ def test_reports_name_the_run(lm, tmp_path, monkeypatch):
     assert runs.commit() == ""
     monkeypatch.setattr(runs, "_git", lambda folder, *words: "/elsewhere")  # a copy inside another checkout
     assert runs.commit() == ""
-
-
-def test_layers_share_the_budget(lm):
-    """The traffic of a model is the sum over its layers."""
-    entry = lm["systems"].ModelSystem
-    layers = {place: ss_system(reduction) for place, reduction in enumerate((2.0, 4.0))}
-    assert entry("two", "any", layers).reduction == pytest.approx(2 / (1 / 2 + 1 / 4))
-
-
-def ss_system(reduction):
-    from sketchssm.study.systems import System
-
-    return System("any", lambda slots, backend: None, reduction)
 
 
 @pytest.mark.parametrize("kind", SHIPPED)

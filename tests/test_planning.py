@@ -15,12 +15,11 @@ from sketchssm.calibrate.joint import allocate_joint
 from sketchssm.calibrate.plans import calibrate
 from sketchssm.calibrate.traces import Traces
 from sketchssm.heads.sketch import SketchHead
-from sketchssm.layer.recurrence import FULL_STATE, Layer
+from sketchssm.layer.recurrence import Layer
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference.recurrence import run
 from sketchssm.study.planning import Candidate, StepTimes, autoplan, candidates
-from sketchssm.study.planning.report import frontier_table
-from sketchssm.study.planning.search import PlanPoint, budget_name, frontier
+from sketchssm.study.planning.search import PlanPoint, frontier
 
 WINDOW = 8
 JOINT = Candidate("subspace", "int8", WINDOW, residual_bits=(3, 1))
@@ -246,29 +245,6 @@ def test_layers_of_two_sizes(tmp_path):
     tried = [replace(JOINT, rank_max=2)]
     found = autoplan(traces, error=10.0, candidates=tried, reductions=(2.5,), backend="reference")
     assert max(plan.ranks.max() for plan in found.plans) <= 2
-
-
-def test_table(search):
-    """A row for each point of the frontier, cheapest first, and an arrow at the chosen one."""
-    table = frontier_table(search)
-    assert [row[0] for row in table.rows] == ["->" if p is search.chosen else "" for p in search.frontier]
-    assert [row[4:] for row in table.rows] == [
-        [
-            budget_name(p.candidate, p.budget),
-            str(max(plan.ranks.max() for plan in p.plans)),
-            f"{p.traffic:.3f}",
-            f"{p.error:.4f}",
-        ]
-        for p in search.frontier
-    ]
-    bases = [layer.calibrated(search.chosen.candidate)[0] for layer in search.layers]
-    full = tuple(SketchPlan(basis, [FULL_STATE] * basis.layer.heads) for basis in bases)
-    [row] = frontier_table(replace(search, points=[replace(search.chosen, plans=full)])).rows
-    assert row[5] == "-"  # no head has a sketch
-    timed = replace(search, points=[replace(p, seconds=2e-6) for p in search.points])
-    table = frontier_table(timed, standard=6e-6)
-    assert [row[-2:] for row in table.rows] == [["2.0", "3.00x"]] * len(timed.frontier)
-    assert {len(row) for row in table.rows} == {len(table.columns)}
 
 
 def test_step_times_of_other_bits(search, monkeypatch):

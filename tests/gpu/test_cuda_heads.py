@@ -18,7 +18,6 @@ from gpu.cuda_support import (
 )
 from samples import at
 
-import sketchssm as ss
 from sketchssm.layer.recurrence import Tokens
 
 pytestmark = pytest.mark.gpu
@@ -126,40 +125,8 @@ class TestFrameworks:
         twin.flush()
         assert error(head.state.get(), twin.state) < EXACT
 
-    def test_out(self, convert, rng):
-        layer = LAYERS["kda"]
-        head, twin = heads_of("sketch", layer, 4, rng)
-        tokens = make_tokens(layer, 4, 1, "bfloat16", rng)
-        given = each(at(tokens, np.s_[:, 0]), convert, "bfloat16")
-        if type(given.v).__module__.startswith("jax"):
-            with pytest.raises(TypeError, match="JAX array, which is immutable"):
-                head.step(*given, out=given.v)
-            return
-        want = twin.step(*at(tokens, np.s_[:, 0]))
-        for out in (convert(np.zeros(given.v.shape, np.float32), "bfloat16"), convert(np.zeros(given.v.shape), None)):
-            head.reset()
-            assert head.step(*given, out=out) is out
-            assert error(wide(out), want) < STORED["bfloat16"]
-
 
 class TestTorch:
-    def test_memory_is_used_as_it_is(self, torch, cupy, rng):
-        """With `out` and slots on the device a step neither allocates nor waits, as graph capture requires."""
-        layer = LAYERS["mamba2"]
-        head, _ = heads_of("sketch", layer, 6, rng)
-        given = each(at(make_tokens(layer, 4, 1, "bfloat16", rng), np.s_[:, 0]), on_torch(torch), "bfloat16")
-        out = torch.empty_like(given.v)
-        for dtype in (torch.int64, torch.int32):
-            slots = torch.tensor([3, -1, 0, 5], device="cuda", dtype=dtype)
-            head.step(*given, slots=slots, out=out)
-            torch.cuda.synchronize()
-            pool = cupy.get_default_memory_pool()
-            before = torch.cuda.memory_stats()["allocation.all.allocated"], pool.used_bytes(), pool.total_bytes()
-            for _ in range(20):
-                head.step(*given, slots=slots, out=out)
-            after = torch.cuda.memory_stats()["allocation.all.allocated"], pool.used_bytes(), pool.total_bytes()
-            assert after == before
-
     def test_current_stream(self, torch, rng):
         """A step waits for inputs that a slow stream still computes, and its outputs are in order on this stream."""
         layer = LAYERS["gdn"]
@@ -179,42 +146,6 @@ class TestTorch:
             stacked = torch.stack(outputs, 1)
         stream.synchronize()
         assert error(wide(stacked), twin.step(*tokens)) < ROUNDED
-
-    @pytest.mark.parametrize(
-        ("system", "name"), [*((system, "gdn") for system in SYSTEMS), ("sketch", "mamba2"), ("sketch", "kda")]
-    )
-    @pytest.mark.parametrize("own_output", [False, True])
-    def test_graph(self, torch, system, name, own_output, rng):
-        """One captured step is replayed thousands of times, with slots and inputs changed in place."""
-        layer, steps = LAYERS[name], 2500
-        head, _ = heads_of(system, layer, 6, rng)
-        eager, _ = heads_of(system, layer, 6, rng)
-        if system == "sketch":
-            eager = ss.SketchHead(head.plan, 6, "cuda")
-            eager.warmup()
-        tokens = each(make_tokens(layer, 4, 100, "bfloat16", rng), on_torch(torch), "bfloat16")
-        table = torch.from_numpy(slot_table(4, 6, steps, rng)).cuda()
-        now = Tokens(*(None if x is None else x[:, 0].clone() for x in tokens))
-        slots = torch.full((4,), -1, device="cuda", dtype=torch.int32 if own_output else torch.int64)
-        out = None if own_output else torch.empty_like(now.v)
-        head.step(*now, slots=slots, out=out)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            result = head.step(*now, slots=slots, out=out)
-        assert out is None or result is out
-        for t in range(steps):
-            token = at(tokens, np.s_[:, t % 100])
-            for old, new in zip(now, token, strict=True):
-                if old is not None:
-                    old.copy_(new)
-            slots.copy_(table[t])
-            graph.replay()
-            expected = eager.step(*(None if x is None else x.contiguous() for x in token), slots=table[t])
-            if t % 101 == 0 or t > steps - 20:
-                assert torch.equal(result, expected)
-        np.testing.assert_array_equal(head.position.get(), eager.position.get())
-        assert np.array_equal(head.state.get(), eager.state.get())
 
     def test_graph_of_load_flush_and_reset(self, torch, rng):
         layer = LAYERS["kda"]
@@ -242,20 +173,3 @@ class TestTorch:
         assert error(head.state.get(), twin.state) < EXACT
         assert head.position.get().tolist() == twin.position.tolist() == [0, 0, 0, 0]
         assert error(wide(head.step(*given)), twin.step(*tokens)) < STORED["bfloat16"]
-
-    def test_mixed_frameworks(self, torch, cupy, rng):
-        layer = LAYERS["gdn"]
-        head, twin = heads_of("replay", layer, 2, rng)
-        tokens = make_tokens(layer, 2, 3, "bfloat16", rng)
-        there, here = each(tokens, on_torch(torch), "bfloat16"), each(tokens, on_cupy(cupy), "bfloat16")
-        want = twin.step(*tokens)
-        mixed = there._replace(k=here.k, g=tokens.g)
-        output = head.step(*mixed, slots=[0, 1])
-        assert isinstance(output, torch.Tensor)
-        assert error(wide(output), want) < ROUNDED
-        head.reset()
-        out = torch.empty(want.shape, dtype=torch.float32, device="cuda")
-        assert head.step(*here._replace(q=there.q), out=out) is out
-        assert error(wide(out), want) < ROUNDED
-        head.reset()
-        assert error(head.step(*there._replace(v=on_numpy(tokens.v, "bfloat16"))).astype(float), want) < ROUNDED

@@ -1,34 +1,6 @@
 #line 1 "selftest.cu"
 // Kernels for the tests of the host build in test_device.py.
 
-extern "C" __global__ void shuffles(const int* source, float* out) {
-    const int lane = threadIdx.x % 32, at = blockIdx.x * blockDim.x + threadIdx.x;
-    const float x = 100 * (threadIdx.x / 32) + lane;
-    float* const mine = out + 7 * at;
-    mine[0] = __shfl_sync(0xffffffffu, x, source[lane]);
-    mine[1] = __shfl_xor_sync(0xffffffffu, x, 5);
-    mine[2] = __shfl_up_sync(0xffffffffu, x, 3);
-    mine[3] = __shfl_down_sync(0xffffffffu, x, 7);
-    mine[4] = __shfl_down_sync(0xffffffffu, x, 1, 8);
-    mine[5] = __shfl_xor_sync(0xffffu << (lane & 16), x, 9);
-    mine[6] = __reduce_max_sync(0xffffu << (lane & 16), at ^ 9);
-}
-
-extern "C" __global__ void votes(const int* flags, u32* out) {
-    const bool flag = flags[threadIdx.x];
-    if (threadIdx.x % 2) return;  // odd lanes do not vote
-    out[3 * threadIdx.x] = __ballot_sync(0x55555555u, flag);
-    out[3 * threadIdx.x + 1] = __any_sync(0x55555555u, flag);
-    out[3 * threadIdx.x + 2] = __all_sync(0x55555555u, flag);
-}
-
-extern "C" __global__ void block_votes(const int* flags, int* out) {
-    int* const mine = out + 3 * threadIdx.x;
-    mine[0] = __syncthreads_count(flags[threadIdx.x]);
-    mine[1] = __syncthreads_or(flags[threadIdx.x]);
-    mine[2] = __syncthreads_and(flags[threadIdx.x]);
-}
-
 // The second static variable of this kernel is in an inline function.
 __device__ __forceinline__ float broadcast(float x) {
     __shared__ float kept;
@@ -195,31 +167,6 @@ extern "C" __global__ void warp_copies(const float* x, float* out, int announced
         for (int i = lane; i < LENGTH; i += 32) mine[1 + i] = to[i];
     }
 }
-
-extern "C" __global__ void warp_numbers(int* counter, int* out) { out[threadIdx.x] = claim_next(*counter); }
-
-extern "C" __global__ void product(const u16* a, const u16* b, float* d, bool halves) {
-    const int r = threadIdx.x / 4, c = 2 * (threadIdx.x % 4);
-    auto pair = [](const u16* x, int stride) { return static_cast<u32>(x[0]) | static_cast<u32>(x[stride]) << 16; };
-    const u32 left[4] = {pair(a + r * 16 + c, 1), pair(a + (r + 8) * 16 + c, 1), pair(a + r * 16 + c + 8, 1),
-                         pair(a + (r + 8) * 16 + c + 8, 1)};
-    float sum[4] = {d[r * 8 + c], d[r * 8 + c + 1], d[(r + 8) * 8 + c], d[(r + 8) * 8 + c + 1]};
-    const u32 right[2] = {pair(b + c * 8 + r, 8), pair(b + (c + 8) * 8 + r, 8)};
-    if (halves) mma_half(sum, left, right[0], right[1]);
-    else mma_bf16(sum, left, right[0], right[1]);
-    for (int i = 0; i < 4; i++) d[(r + 8 * (i / 2)) * 8 + c + i % 2] = sum[i];
-}
-
-extern "C" __global__ void product_tf32(const float* a, const float* b, float* d) {
-    const int r = threadIdx.x / 4, c = threadIdx.x % 4;
-    float sum[4];
-    for (int i = 0; i < 4; i++) sum[i] = d[(r + 8 * (i / 2)) * 8 + 2 * c + i % 2];
-    mma_tf32(sum, a[r * 8 + c], a[(r + 8) * 8 + c], a[r * 8 + c + 4], a[(r + 8) * 8 + c + 4], b[c * 8 + r],
-             b[(c + 4) * 8 + r]);
-    for (int i = 0; i < 4; i++) d[(r + 8 * (i / 2)) * 8 + 2 * c + i % 2] = sum[i];
-}
-
-extern "C" __global__ void transpose(const u32* x, u32* y) { y[threadIdx.x] = transpose_8x8(x[threadIdx.x]); }
 
 // Rows of 16 elements, of which eight are loaded; the rows of the last matrix are in reverse order.
 extern "C" __global__ void load_four_transposed(const u16* x, u32* y, int first) {

@@ -31,36 +31,6 @@ def order(request, monkeypatch):
     return request.param
 
 
-def test_shuffles(module, rng):
-    source = rng.integers(0, 32, 32).astype(np.int32)
-    out = np.full((2, 2, 32, 7), np.nan, np.float32)  # blocks, warps, lanes
-    module.get_function("shuffles")((2,), (64,), (source, out))
-    lane = np.arange(32)
-    want = np.stack(
-        [
-            *(source, lane ^ 5, np.maximum(lane - 3, lane % 3 * (lane < 3))),
-            *(np.where(lane + 7 < 32, lane + 7, lane), np.where(lane % 8 < 7, lane + 1, lane), lane ^ 9),
-        ],
-        axis=-1,
-    )
-    assert np.array_equal(out[..., :6], np.broadcast_to(want, (2, 2, 32, 6)) + 100 * np.arange(2)[:, None, None])
-    at = np.arange(128).reshape(8, 16) ^ 9
-    assert np.array_equal(out[..., 6].reshape(8, 16), np.repeat(at.max(axis=1, keepdims=True), 16, axis=1))
-
-
-def test_votes(module, rng):
-    for flags in (rng.integers(0, 2, 64), np.zeros(64), np.ones(64)):
-        flags = flags.astype(np.int32)
-        out = np.zeros((2, 32, 3), np.uint32)
-        module.get_function("votes")((1,), (64,), (flags, out))
-        for warp, votes in zip(out, flags.reshape(2, 32), strict=True):
-            ballot = sum(1 << lane for lane in range(0, 32, 2) if votes[lane])
-            assert np.all(warp[::2] == [ballot, ballot != 0, ballot == 0x55555555])
-        out = np.zeros((64, 3), np.int32)
-        module.get_function("block_votes")((1,), (64,), (flags, out))
-        assert np.all(out == [flags.sum(), flags.any(), flags.all()])
-
-
 def test_shared_memory_is_poisoned_and_barriers_hold(module):
     x, out, blocks = np.arange(256, dtype=np.float32), np.zeros(256, np.float32), np.zeros(1, np.uint32)
     module.get_function("reverse")((4,), (64,), (x, out, blocks), shared_mem=256)
@@ -197,44 +167,6 @@ def test_warp_copies_bring_the_announced_bytes(module, announced):
     x, out = np.zeros((2, 192), np.float32), np.zeros((2, 193), np.float32)
     with pytest.raises(RuntimeError, match="a copy brings other bytes than were announced"):
         module.get_function("warp_copies")((1,), (32,), (x, out, np.int32(announced)))
-
-
-def test_a_warp_takes_one_number(module):
-    counter, out = np.full(1, 5, np.int32), np.zeros(96, np.int32)
-    module.get_function("warp_numbers")((1,), (96,), (counter, out))
-    assert sorted(out.reshape(3, 32)[:, 0]) == [5, 6, 7] and counter == 8
-    assert np.all(out.reshape(3, 32) == out.reshape(3, 32)[:, :1])
-
-
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
-def test_matrix_product(module, rng, dtype):
-    a, b = (rng.standard_normal(shape).astype(dtype) for shape in ((16, 16), (16, 8)))
-    start = rng.standard_normal((16, 8)).astype(np.float32)
-    d = start.copy()
-    module.get_function("product")(
-        (1,), (32,), (a.view(np.uint16), b.view(np.uint16), d, np.bool_(dtype is np.float16))
-    )
-    want = a.astype(np.float64) @ b.astype(np.float64) + start
-    assert np.allclose(d, want, rtol=2**-23, atol=0)
-    assert np.all(np.abs(d) <= np.abs(want))
-
-
-def test_matrix_product_of_tf32(module, rng):
-    """float32 operands are truncated to their upper 19 bits, not rounded."""
-    a, b, start = (rng.standard_normal(shape).astype(np.float32) for shape in ((16, 8), (8, 8), (16, 8)))
-    d = start.copy()
-    module.get_function("product_tf32")((1,), (32,), (a, b, d))
-    upper = [(x.view(np.uint32) & 0xFFFFE000).view(np.float32).astype(np.float64) for x in (a, b)]
-    want = upper[0] @ upper[1] + start
-    assert np.all(np.abs(d - want) <= 2**-23 * np.abs(want))
-    assert np.all(np.abs(d) <= np.abs(want))
-
-
-def test_transpose(module, rng):
-    x = rng.integers(0, 1 << 16, (8, 8)).astype(np.uint16)
-    out = np.zeros_like(x)
-    module.get_function("transpose")((1,), (32,), (x.view(np.uint32), out.view(np.uint32)))
-    assert np.array_equal(out, x.T)
 
 
 def test_transposed_loads(module, rng):
