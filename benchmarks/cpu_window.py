@@ -48,7 +48,7 @@ def main() -> None:
     shapes = ["nemotron-3-super", "qwen3-next", "kimi-linear"]
     parser.add_argument("--shapes", nargs="+", choices=bench.SHAPES, default=shapes)
     parser.add_argument("--batch", nargs="+", type=int, default=[16, 64])
-    parser.add_argument("--maps", nargs="+", choices=MAPS, default=["ridge", "lowrank", "prior", "offline"])
+    parser.add_argument("--maps", nargs="+", choices=MAPS, default=["ridge", "lowrank"])
     parser.add_argument("--seconds", type=float, default=2.0, help="for each system")
     parser.add_argument("--json", type=Path, help="where to write the result")
     args = parser.parse_args()

@@ -54,7 +54,7 @@ SKETCHES = (
     ("lowrank", "bfloat16", 4),
     *(("ridge", "bfloat16", rank) for rank in (4, 8, 16)),
     *(("ridge", "int8", rank) for rank in (4, 8, 12, 16)),
-    *((name, "int8", rank) for name in ("lowrank", "prior", "offline") for rank in (8, 16)),
+    *(("lowrank", "int8", rank) for rank in (8, 16)),
 )
 COPIES = (8, 6, 4)
 NOISE_RANKS = (8, 16)
@@ -77,12 +77,12 @@ def bfloat16(x):
     return x.astype(ml_dtypes.bfloat16).astype(np.float64)
 
 
-def read_matrix(form, map, states, omega, projection):
+def read_matrix(form, map, states, omega):
     """Matrices ``(n, V, K)`` of sketched reads, with the rounding of bfloat16 too."""
     if form.name == "bfloat16":
         sketch = bfloat16(states.swapaxes(-1, -2) @ omega)
-        return sketch @ bfloat16(maps.coefficient_map(map, states, omega, projection))
-    return sketched_read(form, map, states, omega, projection)
+        return sketch @ bfloat16(maps.coefficient_map(map, states, omega))
+    return sketched_read(form, map, states, omega)
 
 
 def shares(windows, make):
@@ -104,10 +104,10 @@ class FromEquations:
         self.basis, self.windows = basis, collect_windows(layer, tokens)
 
     def sketch(self, map, dtype, rank):
-        form, columns = SketchFormat.of(dtype), self.basis.columns(rank, weighted=map.weighted)
+        form, columns = SketchFormat.of(dtype), self.basis.omega[..., :rank]
 
         def make(head, states):
-            return read_matrix(form, map, states, *(x[head] for x in columns))
+            return read_matrix(form, map, states, columns[head])
 
         return shares(self.windows, make)
 
@@ -148,7 +148,7 @@ def coding_noise(windows, basis):
     states, queries = windows
     form, found = SketchFormat.of("int8"), []
     for rank in NOISE_RANKS:
-        for head, omega in enumerate(basis.columns(rank, weighted=False)[0]):
+        for head, omega in enumerate(basis.omega[..., :rank]):
             q, b = split_form(states[:, head], omega, CoefficientMap("ridge").effective_ridge)
             order = np.argsort(-np.square(b).sum(axis=-1), axis=-1, kind="stable")[:, : rank // 2, None]
             left, right = (np.take_along_axis(x, order, axis=-2) for x in (q.swapaxes(-1, -2), b))

@@ -14,7 +14,7 @@
 //
 // `ticks` (STEP): the head's clock moves on.
 //
-// -D constants besides read.cu's: PRIOR, BLOCKS (blocks of a multiprocessor that registers leave room for).
+// -D constants besides read.cu's: BLOCKS (blocks of a multiprocessor that registers leave room for).
 #include "flush/roles.cuh"
 
 #ifndef SIZES_ONLY  // defined by a test that needs only the constants at the end

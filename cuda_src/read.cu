@@ -10,7 +10,7 @@
 // (read/warp.cuh).
 //
 // -D constants besides lib/common.cuh's: W, FULL_STATE_HEADS and SKETCHED_HEADS (numbers of heads), RANK_MAX, PIVOTS,
-// MAP (form of the map: FACTORS, DENSE or SHARED, in slot/sketch_layout.cuh), SKETCH (type of sketches and maps: BF16,
+// MAP (form of the map: FACTORS, DENSE or NONE, in slot/sketch_layout.cuh), SKETCH (type of sketches and maps: BF16,
 // FP32 or INT8, in lib/common.cuh), PACE (read/warp.cuh).
 #include "slot/cursor.cuh"
 #include "slot/schedule.cuh"

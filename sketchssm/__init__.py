@@ -36,8 +36,8 @@ _NAMES = {
     "layer.slots": "SlotPart",
     "layer.checks": "UnsupportedError",
     "heads.standard": "StandardHead ReplayHead",
-    "study.baselines": "QuantisedHead CopyReadHead low_rank_plan ChannelScores PrunedHead KeyMoments KeyReduction "
-    "KeyReducedHead",
+    "study.baselines": "QuantisedHead CopyReadHead low_rank_projection ChannelScores PrunedHead KeyMoments "
+    "KeyReduction KeyReducedHead",
 }
 """Names by module."""
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -55,7 +55,7 @@ __all__ = [
     "Moments", "PlanFileError", "PlanPoint", "PlanSearch", "PrunedHead", "QuantisedHead", "RankScores", "ReadErrors",
     "ReplayHead", "SketchBasis", "SketchHead", "SketchPlan", "SlotPart", "Snapshot", "SnapshotFileError",
     "StandardHead", "StepTimes", "Tokens", "Traces", "UnsupportedError", "allocate_joint", "allocate_ranks",
-    "autoplan", "candidates", "distributed", "fit_basis", "low_rank_plan", "models", "traffic",
+    "autoplan", "candidates", "distributed", "fit_basis", "low_rank_projection", "models", "traffic",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ if TYPE_CHECKING:
         KeyReduction,
         PrunedHead,
         QuantisedHead,
-        low_rank_plan,
+        low_rank_projection,
     )
     from sketchssm.study.planning import Candidate, PlanPoint, PlanSearch, StepTimes, autoplan, candidates
 

@@ -45,8 +45,8 @@ class Ledger:
         queries, errors = effective_query(tokens[-1][0].astype(float), ring), np.zeros(len(state))
         for h, rank in enumerate(plan.ranks):
             if rank != FULL_STATE:
-                columns = (x[h, :, :rank].astype(float) for x in (plan.omega, plan.projection))
-                served = residual_read(form, plan.map, state[h].T, *columns, bits=int(plan.residual_bits[h]))
+                omega, bits = plan.omega[h, :, :rank].astype(float), int(plan.residual_bits[h])
+                served = residual_read(form, plan.map, state[h].T, omega, bits=bits)
                 errors[h] = np.square((state[h] - served) @ queries[h]).sum()
         new = state.swapaxes(-1, -2)
         for token in tokens:

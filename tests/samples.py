@@ -86,7 +86,7 @@ def states_of(rng, layer, batch, dtype=np.float32):
 
 
 class Basis:
-    """Stands in for a calibrated `SketchBasis`: random bases of a random mean state metric E0 of trace K."""
+    """Stands in for a calibrated `SketchBasis`: the eigenvectors of random metrics."""
 
     def __init__(self, rng, layer, rank_max=None):
         self.layer = layer
@@ -94,17 +94,7 @@ class Basis:
         self.rank_max = min(layer.key_dim, layer.value_dim) if rank_max is None else rank_max
         size = layer.key_dim
         mixed = rng.standard_normal((layer.heads, size, size)) * 0.7 ** np.arange(size)
-        e0 = mixed @ mixed.swapaxes(-1, -2)
-        self.e0 = e0 * (size / np.trace(e0, axis1=-2, axis2=-1))[:, None, None]
-        energy, vectors = np.linalg.eigh(self.e0)
-        self.energy, self.omega = energy[:, ::-1], vectors[:, :, ::-1]
-
-    def columns(self, rank, weighted):
-        omega = self.omega[:, :, :rank]
-        if not weighted:
-            return omega, omega
-        phi = omega / np.sqrt(self.energy[:, None, :rank])
-        return phi, self.e0 @ phi
+        self.omega = np.linalg.eigh(mixed @ mixed.swapaxes(-1, -2))[1][:, :, ::-1]
 
 
 def plan_of(rng, layer, ranks=2, map=DEFAULT_MAP, pivots=None, ridge=None, **settings):

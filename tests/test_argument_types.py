@@ -10,7 +10,6 @@ from samples import plan_of, tokens_of
 import sketchssm as ss
 from sketchssm.calibrate.plans import Settings, calibrate, plan_layers
 from sketchssm.plans.basis import SketchBasis
-from sketchssm.study.baselines import low_rank_basis
 from sketchssm.study.evaluate import Study
 from sketchssm.study.planning import StepTimes
 
@@ -97,8 +96,7 @@ CALLS = [
     (ss.ChannelScores(KDA).update, TOKENS_BY_NAME | {"g": np.tile(TOKENS.g[..., None], 8), "state": None}),
     (ss.Moments(LAYER, window=4).update, TOKENS_BY_NAME | {"carry": None}),
     (ss.RankScores(ss.fit_basis(MOMENTS)).update, TOKENS_BY_NAME | {"carry": None}),
-    (ss.low_rank_plan, {"moments": MOMENTS, "ranks": [2, 2]}),
-    (low_rank_basis, {"moments": MOMENTS, "rank_max": 2}),
+    (ss.low_rank_projection, {"moments": MOMENTS, "rank": 2}),
     (ss.fit_basis, {"moments": MOMENTS, "rank_max": 2}),
     (partial(ss.Moments, LAYER), {"window": 4}),
     (ss.RankScores, {"basis": BASIS, "window": 4, "rank_max": 2}),
@@ -108,7 +106,7 @@ CALLS = [
     ),
     (ss.JointScores(BASIS).update, TOKENS_BY_NAME | {"carry": None}),
     (ss.allocate_joint, {"scores": JOINT, "reduction": 0.5, "answers": None}),
-    (SketchBasis.random, {"layer": LAYER, "rank_max": 2, "seed": 0, "e0": None, "window": 4}),
+    (SketchBasis.random, {"layer": LAYER, "rank_max": 2, "seed": 0, "window": 4}),
     (ss.allocate_ranks, {"scores": SCORES, "mean_rank": 2, "method": "error", "map": "ridge", "rank_max": 2}),
     (calibrate, {"traces": ss.Traces(LAYER, TOKENS, TOKENS), "window": 4, "rank_max": 2}),
     (plan_layers, {"bases": [BASIS], "scores": [SCORES], "mean_rank": 2, "map": "ridge", "sketch_dtype": "int8"}),
@@ -120,7 +118,6 @@ CALLS = [
     (ss.candidates, {"maps": ["ridge"], "sketch_dtypes": ["int8"], "windows": [4]}),
     (ss.Traces, {"layer": LAYER, "calib": TOKENS, "test": TOKENS, "name": "a", "provenance": "b"}),
     (ss.Traces.shipped, {"kind": "gdn"}),
-    (BASIS.columns, {"rank": 2}),
     (ss.traffic.standard, SIZES | {"state_dtype": "float32"}),
     (ss.traffic.replay, SIZES | {"window": 4}),
     (

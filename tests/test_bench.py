@@ -86,7 +86,7 @@ class TestWorkloads:
 class TestBytes:
     def test_step_bytes(self):
         layer = SHAPES["gdn"]
-        standard, replay, sketch = bench.systems(layer, 16, [bench.random_plan(layer, 2, 16, "offline")])
+        standard, replay, sketch = bench.systems(layer, 16, [bench.random_plan(layer, 2, 16, "lowrank")])
         moved = 4 * (2 * 2 * 16 + 4 * 8 + 4 + 4) + 4 * 4 * 8  # inputs and outputs
         state = 4 * 4 * 16 * 8
         ring = 4 * (2 * 16 + 4 * 8 + 4 + 4)
@@ -95,7 +95,7 @@ class TestBytes:
         found = bench.step_bytes(replay, layer, 3, 16)
         assert found == StepBytes(3 * (state + moved + 8 * ring), 3 * (2 * state + moved + 15 * ring))
         assert found.amortised(16) == (15 * found.read + found.flush) / 16
-        read = 4 * 2 * 2 * 8
+        read = 4 * 2 * (2 * 8 + 2 * 16 + 2 * 2 + 2)  # four heads in bf16: U, pivots, F and w
         assert bench.step_bytes(sketch, layer, 3, 16) == StepBytes(
             3 * (read + moved + 8 * ring), 3 * (2 * state + moved + 15 * ring + read)
         )
@@ -115,7 +115,7 @@ class TestBytes:
 
     @pytest.mark.parametrize("narrow", ["bfloat16", "float16"])
     def test_states_of_16_bits(self, narrow):
-        plan = bench.random_plan(LAYER, np.array([3, FULL_STATE]), 8, "offline")
+        plan = bench.random_plan(LAYER, np.array([3, FULL_STATE]), 8, "lowrank")
         pairs = zip(bench.systems(LAYER, 8, [plan]), bench.systems(LAYER, 8, [plan], state_dtype=narrow), strict=True)
         state = 4 * 64 * 80  # of one of the two heads
         for (wide, less), reads in zip(pairs, (4, 2, 1), strict=True):  # states that a step between flushes moves
@@ -151,9 +151,9 @@ class TestHost:
     @pytest.mark.parametrize("kind", KINDS)
     def test_measure(self, kind):
         layer = SHAPES[kind]
-        systems = bench.systems(layer, WINDOW, [bench.random_plan(layer, 3, WINDOW, CoefficientMap("prior", 2))])
+        systems = bench.systems(layer, WINDOW, [bench.random_plan(layer, 3, WINDOW, CoefficientMap("lowrank", 2))])
         results = bench.measure_host("tiny", layer, systems, 2, WINDOW, 1e9, backend="reference", seconds=0)
-        assert [result.system for result in results] == ["standard", "replay", "sketch G=3 prior"]
+        assert [result.system for result in results] == ["standard", "replay", "sketch G=3 lowrank"]
         for found in results:
             # both sides are the reference: outputs are equal, float32 rounding included
             assert found.error == 0
@@ -378,7 +378,7 @@ class TestCalibration:
             assert r["tokens_per_second"] == pytest.approx(1e3 / r["milliseconds"])
             assert 0 < r["error"] < 3e-3  # float32 products; joint: codes at the edge of two levels
 
-    @pytest.mark.parametrize("option", [("--batch", 2), ("--arrivals",), ("--map", "prior")])
+    @pytest.mark.parametrize("option", [("--batch", 2), ("--arrivals",), ("--map", "lowrank")])
     def test_options_of_decode_are_refused(self, option):
         assert f"{option[0]}: has no effect with --calibrate" in invoke("--calibrate", *option, code=2).output
 

@@ -49,7 +49,7 @@ def test_plans_are_those_of_the_scores(made, calibration):
     bases, ranks, joint, answers = made
     for mean, how in (
         (2, {}),
-        (4, {"map": "prior", "sketch_dtype": "int8", "method": "error"}),
+        (4, {"map": "lowrank", "sketch_dtype": "int8", "method": "error"}),
         (3.5, {"rank_max": 4}),
     ):
         planned, _ = plan_layers(bases, ranks, mean, **how)
@@ -77,7 +77,7 @@ def test_a_file_gives_the_same_plans(calibration, tmp_path):
     assert (loaded.fingerprint, loaded.tokens) == (MODEL, 160)
     for how in (
         {"mean_rank": 3},
-        {"mean_rank": 2, "map": "offline"},
+        {"mean_rank": 2, "map": "lowrank"},
         {"reduction": 3},
         {"mean_rank": 2, "residual_bits": 1},
     ):
@@ -119,12 +119,3 @@ def test_refusals(calibration, made, tmp_path):
         ss.Calibration.load(path)
     with pytest.raises(FileNotFoundError):
         ss.Calibration.load(tmp_path / "none")
-
-
-def test_a_basis_without_a_metric_has_no_weighted_columns(calibration):
-    basis = calibration.layers["layers.0"].basis
-    bare = StoredBasis(basis.layer, basis.window, basis.omega, None, None)
-    with pytest.raises(ValueError, match=r"^map: expected one without the states' metric"):
-        bare.columns(2, weighted=True)
-    with pytest.raises(ValueError, match=r"^rank: expected 1 to rank_max=8, got 9"):
-        bare.columns(9)

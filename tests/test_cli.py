@@ -276,7 +276,7 @@ def test_bench(monkeypatch):
     monkeypatch.setattr("sketchssm.study.bench.cases.copy_bandwidth", lambda: 1e10)
     arguments = ["--shape", "kda", "--batch", "1,2", "--window", "4", "--rank", "3"]
     arguments += ["--backend", "reference", "--seconds", "0", "--json", "-"]
-    result = invoke("bench", *arguments, "--map", "prior", "--map", "offline")
+    result = invoke("bench", *arguments, "--map", "lowrank", "--map", "ridge")
     results = json.loads(result.stdout)["results"]
     assert len(results) == 2 * 4
     assert all(entry["error"] == 0 and entry["fraction"] > 0 for entry in results)

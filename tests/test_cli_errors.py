@@ -52,7 +52,7 @@ evaluate good.npz --plan plan --window 4 | --window: has no effect
 evaluate good.npz SMALL[:2] --systems exact,sketch/ridge-* --ranks 2 --seed 1 | --seed: has no effect without
 evaluate good.npz --systems exact --ranks 2 | --ranks: has no effect
 evaluate good.npz --systems sketch --mean-rank 2 | --mean-rank: has no
-evaluate good.npz --systems exact --map prior | --map: has no effect
+evaluate good.npz --systems exact --map lowrank | --map: has no effect
 evaluate good.npz --format svg | --format: has no effect without --plots
 bench --plan plan --shape qwen3-next | --shape: has no effect with --plan
 calibrate good.npz --out - | --out: expected a file, got -; only --json

@@ -11,16 +11,15 @@ from sketchssm.layer.coefficients import FORMS, MAPS, RIDGE_FLOOR, CoefficientMa
 def test_each_map_has_its_own_parameters():
     made = {name: CoefficientMap(name) for name in MAPS}
     assert {name: (map.pivots, map.ridge) for name, map in made.items()} == {
-        "ridge": (None, 0.001), "lowrank": (4, 0.1), "prior": (4, 0.001), "offline": (None, None),
-        "subspace": (None, None),
+        "ridge": (None, 0.001), "lowrank": (4, 0.1), "subspace": (None, None),
     }  # fmt: skip
-    assert CoefficientMap("prior", 3, 0.02) == CoefficientMap("prior", np.int64(3), np.float64(0.02))
+    assert CoefficientMap("lowrank", 3, 0.02) == CoefficientMap("lowrank", np.int64(3), np.float64(0.02))
     assert CoefficientMap("ridge", ridge=0).effective_ridge == RIDGE_FLOOR
     assert CoefficientMap("ridge", ridge=0.5).effective_ridge == 0.5
 
 
 def test_a_name_stands_for_its_defaults():
-    assert CoefficientMap.of("prior") == CoefficientMap("prior", 4, 0.001)
+    assert CoefficientMap.of("lowrank") == CoefficientMap("lowrank", 4, 0.1)
     map = CoefficientMap("lowrank", 2)
     assert CoefficientMap.of(map) is map
 
@@ -30,8 +29,6 @@ def test_a_name_stands_for_its_defaults():
     [
         ("ridge", (2, 9), (2 * 32, 9 * 32)),
         ("lowrank", (2, 4), (2 * 32 + 2 * 2 + 2, 4 * 32 + 9 * 4 + 9)),
-        ("prior", (2, 4), (2 * 32 + 2 * 2 + 2, 4 * 32 + 9 * 4 + 9)),
-        ("offline", (0, 0), (0, 0)),
     ],
 )
 def test_what_a_state_stores(name, rows, elements):
@@ -45,7 +42,7 @@ def test_what_a_state_stores(name, rows, elements):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("best",), "map: expected one of ridge, lowrank, prior, offline, subspace, got 'best'"),
+        (("best",), "map: expected one of ridge, lowrank, subspace, got 'best'"),
         (("ridge", None, -0.1), "ridge: expected a finite number of at least 0, got -0.1"),
         (("ridge", None, float("nan")), "ridge: expected a finite number of at least 0, got nan"),
     ],
@@ -56,7 +53,7 @@ def test_refuses(arguments, message):
 
 
 def test_one_pivot_is_enough():
-    assert CoefficientMap("prior", 1).rows([1, 5]).tolist() == [1, 1]
+    assert CoefficientMap("lowrank", 1).rows([1, 5]).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("name", MAPS)

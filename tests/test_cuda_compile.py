@@ -54,7 +54,7 @@ LAYERS = {
 }
 MAPS = {
     "nemotron-3-super": ("ridge", "lowrank"), "nemotron-nano-9b-v2": ("lowrank",),
-    "qwen3-next": ("ridge", "lowrank", "prior", "offline"), "kimi-linear": ("ridge", "lowrank"), "gla": ("lowrank",),
+    "qwen3-next": ("ridge", "lowrank"), "kimi-linear": ("ridge", "lowrank"), "gla": ("lowrank",),
     **dict.fromkeys(TILES, ("ridge",)),
 }  # fmt: skip
 LAYERS |= {name: SHAPES[name] for name in MAPS if name not in LAYERS}

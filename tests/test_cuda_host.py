@@ -120,21 +120,20 @@ def test_replay(name, window, activation, state_dtype, rng, cupy):
     ("name", "kind", "stored", "state_dtype"),
     [
         *((name, kind, "bfloat16", "float32") for name in KINDS for kind in ("lowrank", "ridge")),
-        *(("mamba2-80", "prior", "float32", "float32"), ("gdn-96", "offline", "float32", "float32")),
-        *(("kda-64", "offline", "float32", "float32"), ("kda-64-bounded", "prior", "float32", "float32")),
+        *(("mamba2-80", "lowrank", "float32", "float32"), ("gdn-96", "ridge", "float32", "float32")),
+        *(("kda-64", "ridge", "float32", "float32"), ("kda-64-bounded", "lowrank", "float32", "float32")),
         *((name, "ridge", "bfloat16", "bfloat16") for name in ("mamba2", "kda")),
         ("gdn", "lowrank", "bfloat16", "float16"),
         *(("olmo-hybrid", "ridge", "bfloat16", "float32"), ("olmo-hybrid", "lowrank", "int8", "float32")),
         *(("falcon-h1", "ridge", "int8", "float32"), ("nemotron-h-56b", "lowrank", "int8", "bfloat16")),
         *(("gla", "ridge", "bfloat16", "float32"), ("gla-raw", "lowrank", "float32", "float32")),
         *thorough(
-            *(("mamba2-80", "offline", "float32", "float32"), ("gdn-96", "prior", "float32", "float32")),
-            *(("kda-64", "prior", "float32", "float32"), ("mamba2-128", "lowrank", "bfloat16", "float32")),
+            *(("mamba2-80", "ridge", "float32", "float32"), ("gdn-96", "lowrank", "float32", "float32")),
+            *(("kda-64", "lowrank", "float32", "float32"), ("mamba2-128", "lowrank", "bfloat16", "float32")),
             *(("gdn", "ridge", "bfloat16", "bfloat16"), ("mamba2", "lowrank", "bfloat16", "float16")),
             ("kda-raw", "lowrank", "bfloat16", "float16"),
-            *((name, "ridge", "float32", "float32") for name in ("mamba2-80", "gdn-96", "kda-64")),
-            *(("mamba2-80", "ridge", "float32", "bfloat16"), ("gdn-96", "prior", "float32", "float16")),
-            *(("kda-64", "offline", "float32", "bfloat16"), ("mamba2-128", "prior", "bfloat16", "bfloat16")),
+            *(("mamba2-80", "ridge", "float32", "bfloat16"), ("gdn-96", "lowrank", "float32", "float16")),
+            *(("kda-64", "ridge", "float32", "bfloat16"), ("mamba2-128", "lowrank", "bfloat16", "bfloat16")),
         ),
     ],
 )
@@ -155,7 +154,7 @@ def test_sketch(name, kind, stored, state_dtype, rng, cupy):
         ("kda-64", 8, "lowrank", "bfloat16", "float16"),
         ("kda-raw", 4, "lowrank", "bfloat16", "float32"),
         *thorough(
-            ("gdn", 8, "prior", "bfloat16", "float32"),
+            ("gdn", 8, "lowrank", "bfloat16", "float32"),
             ("kda-64-bounded", 8, "lowrank", "float32", "float32"),
         ),
     ],
@@ -183,15 +182,35 @@ def test_steps_of_mixed_sizes(name, window, kind, activation, stored, rng, cupy)
     check_states(device, oracle, stored)
 
 
+class GivenReads(reference.SketchEngine):
+    """Reads through given maps ``(heads, G, K)`` and sketches whose columns ``(heads, G)`` are constant over V."""
+
+    def _read(self, slot, queries):
+        return np.einsum("hg,hgk,hk->h", self.columns, self.maps, queries)[:, None].repeat(self.layer.value_dim, 1)
+
+
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-64"])
 def test_reads_of_what_bf16_holds(name, rng, cupy):
-    """bf16 represents these states and maps: the error is what two slices of weights and queries leave out."""
+    """bf16 represents these sketches and maps: the error is what two slices of weights and queries leave out."""
     layer = LAYERS[name]
-    plan = make_plan(layer, np.resize([9, 16, 3], layer.heads), rng, map="offline")
-    plan.omega[...] = plan.projection[...] = np.eye(*plan.omega.shape[1:])
-    device, oracle = SketchEngine(plan, 3, output_dtype="float32"), reference.SketchEngine(plan, 3)
-    start = round_to(rng.standard_normal((3, *layer.state_shape)), "bfloat16")
-    assert compare_window(poisoned(device), oracle, start, "bfloat16", rng, cupy) < 1e-5
+    plan = make_plan(layer, np.resize([9, 16, 3], layer.heads), rng, map="ridge")
+    device, oracle = poisoned(SketchEngine(plan, 3, output_dtype="float32")), GivenReads(plan, 3)
+    oracle.columns = round_to(rng.standard_normal((layer.heads, 16)), "bfloat16")
+    oracle.maps = round_to(rng.standard_normal((layer.heads, 16, layer.key_dim)), "bfloat16")
+    load = device.load_state
+
+    def given(state, slots):
+        load(state, slots)
+        stored = device.sketch.view(ml_dtypes.bfloat16) if device.sketch.dtype == np.uint16 else device.sketch
+        for head, (rank, offset, _, _) in enumerate(device._heads.get()):
+            oracle.columns[head, rank:] = 0
+            column, row = np.repeat(oracle.columns[head, :rank], layer.value_dim), oracle.maps[head, :rank].reshape(-1)
+            both = np.concatenate([column, row])
+            stored[:, offset : offset + both.size] = cupy.asarray(both.astype(ml_dtypes.bfloat16))
+
+    device.load_state = given
+    start = rng.standard_normal((3, *layer.state_shape)).astype(np.float32)
+    assert compare_window(device, oracle, start, "bfloat16", rng, cupy) < 1e-5
 
 
 @pytest.mark.thorough
@@ -234,10 +253,10 @@ def test_sketch_of_other_shapes(layer, kind, window, activation, state_dtype, bl
 @pytest.mark.parametrize(
     ("layer", "kind", "window", "stored", "output"),  # whose outputs in float32 other tests compute too
     [
-        (LAYERS["mamba2-80"], "prior", 16, "float32", "bfloat16"),
+        (LAYERS["mamba2-80"], "lowrank", 16, "float32", "bfloat16"),
         (LAYERS["mamba2-128"], "lowrank", 16, "bfloat16", "float16"),
-        (LAYERS["gdn-96"], "prior", 16, "float32", "float16"),
-        (LAYERS["kda-64"], "prior", 16, "float32", "bfloat16"),
+        (LAYERS["gdn-96"], "lowrank", 16, "float32", "float16"),
+        (LAYERS["kda-64"], "lowrank", 16, "float32", "bfloat16"),
         (Layer("kda", 3, 64, 80, 3), "lowrank", 16, "bfloat16", "float16"),
         (Layer("mamba2", 4, 64, 96, 2), "ridge", 8, "bfloat16", "float16"),
     ],
@@ -283,7 +302,7 @@ def test_an_infinite_value_stays_in_its_tile(neighbour, rng, cupy):
     [
         (Layer("kda", 3, 128, 128, 3), "ridge", 16, "bfloat16"),
         (Layer("kda", 3, 128, 128, 3), "lowrank", 16, "bfloat16"),
-        (Layer("kda", 3, 64, 80, 3), "prior", 16, "bfloat16"),
+        (Layer("kda", 3, 64, 80, 3), "lowrank", 16, "bfloat16"),
         (Layer("kda", 3, 128, 128, 3), "lowrank", 32, "bfloat16"),
         (Layer("gdn", 3, 128, 64, 1), "ridge", 8, "float16"),
     ],

@@ -54,8 +54,8 @@ def energies(plan, tokens, coefficient_map=maps.coefficient_map):
             right = queries @ states
             energy[head] += np.square(right).sum()
             if rank != FULL_STATE:
-                omega, projection = (x[head, :, :rank].astype(np.float64) for x in (plan.omega, plan.projection))
-                coefficients = coefficient_map(plan.map, states, omega, projection)
+                omega = plan.omega[head, :, :rank].astype(np.float64)
+                coefficients = coefficient_map(plan.map, states, omega)
                 basis = coefficients.swapaxes(-1, -2) if plan.map.name == "subspace" else omega
                 sketch = states.swapaxes(-1, -2) @ basis
                 lost[head] += np.square(right - queries @ (sketch @ coefficients).swapaxes(-1, -2)).sum()

@@ -29,11 +29,9 @@ def test_bytes_by_definition():
     """Elements and scales counted as arrays, at odd shapes."""
     key_dim, value_dim, rank, pivots = 7, 5, 3, 2
     form = SketchFormat.of("int8")
-    for map in (CoefficientMap("lowrank", pivots), CoefficientMap("prior", pivots)):
-        codes = rank * value_dim + pivots * key_dim
-        small = rank * pivots + rank  # F and w
-        assert form.bytes(map, rank, key_dim, value_dim) == codes + 4 * (rank + pivots) + 4 * small
-    assert form.bytes(CoefficientMap("offline"), rank, key_dim, value_dim) == rank * (value_dim + 4)
+    codes, small = rank * value_dim + pivots * key_dim, rank * pivots + rank  # F and w
+    lowrank = CoefficientMap("lowrank", pivots)
+    assert form.bytes(lowrank, rank, key_dim, value_dim) == codes + 4 * (rank + pivots) + 4 * small
     assert form.bytes(RIDGE, rank, key_dim, value_dim) == rank * (value_dim + key_dim + 4)
     for map in (CoefficientMap(name) for name in MAPS):
         elements = rank * value_dim + map.elements(rank, key_dim)

@@ -59,7 +59,7 @@ def test_scores_are_errors_of_what_the_reference_reads(kind, form):
     layer, (tokens, grad) = LAYERS[kind], traces(1, LAYERS[kind])
     basis = SketchBasis.random(layer, 6)
     scores = scored(layer, tokens, grad, basis, sketch_dtype=form)
-    omega = basis.columns(4)[0].astype(np.float64)
+    omega = basis.omega[..., :4].astype(np.float64)
     want = {name: np.zeros((layer.heads, 4)) for name in ("paired", "error", "isotropic")}
     count, energy = np.zeros(layer.heads), np.zeros(layer.heads)
 

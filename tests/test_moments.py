@@ -327,7 +327,7 @@ def test_float32_tokens(kind, harsh):
     for rank in (1, 4, 8):
         energies = []
         for basis in (ss.fit_basis(exact), ss.fit_basis(single)):
-            omega = basis.columns(rank)[0]
+            omega = basis.omega[..., :rank]
             weighted = metric @ omega
             inner = np.linalg.inv(omega.swapaxes(-1, -2) @ weighted)
             energies.append(np.trace(inner @ (weighted.swapaxes(-1, -2) @ queries @ weighted), axis1=-2, axis2=-1))

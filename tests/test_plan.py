@@ -19,7 +19,7 @@ RANKS = np.array([3, FULL_STATE, 1, 2])
 
 @pytest.fixture
 def plan(rng):
-    return plan_of(rng, LAYER, RANKS, window=8, map="prior", pivots=3, ridge=0.02)
+    return plan_of(rng, LAYER, RANKS, window=8, map="lowrank", pivots=3, ridge=0.02)
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def saved(plan, tmp_path):
 def same(a, b):
     """Whether two plans are bitwise equal."""
     assert a.layer == b.layer
-    for name in ("omega", "projection", "ranks"):
+    for name in ("omega", "ranks"):
         first, second = getattr(a, name), getattr(b, name)
         assert first.dtype == second.dtype
         assert first.tobytes() == second.tobytes()
@@ -53,22 +53,13 @@ class TestPlan:
         basis = Basis(rng, LAYER)
         plan = ss.SketchPlan(basis, RANKS, map="lowrank")
         np.testing.assert_array_equal(plan.omega, basis.omega[:, :, :3].astype(np.float32))
-        np.testing.assert_array_equal(plan.projection, plan.omega)
         np.testing.assert_array_equal(plan.ranks, RANKS)
         assert plan.omega.flags.c_contiguous
-        assert plan.omega.dtype == plan.projection.dtype == np.float32
+        assert plan.omega.dtype == np.float32
 
     def test_defaults(self, rng):
         plan = ss.SketchPlan(Basis(rng, LAYER), RANKS)
         assert (plan.window, plan.map) == (16, CoefficientMap("ridge", ridge=0.001))
-
-    @pytest.mark.parametrize("name", MAPS)
-    def test_each_map_has_its_columns(self, name, rng):
-        basis = Basis(rng, LAYER)
-        plan = ss.SketchPlan(basis, RANKS, map=name)
-        omega, projection = basis.columns(3, weighted=name in ("prior", "offline"))
-        np.testing.assert_array_equal(plan.omega, omega.astype(np.float32))
-        np.testing.assert_array_equal(plan.projection, projection.astype(np.float32))
 
     def test_the_window_is_the_basis_s(self, rng):
         basis = ss.SketchBasis.random(LAYER, 4, window=32)
@@ -78,7 +69,7 @@ class TestPlan:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"map": "best"}, "map: expected one of ridge, lowrank, prior, offline, subspace, got 'best'"),
+            ({"map": "best"}, "map: expected one of ridge, lowrank, subspace, got 'best'"),
             ({"window": 1}, "window: expected an integer from 2 to 64, got 1"),
             ({"window": 65}, "window: expected an integer from 2 to 64, got 65"),
             ({"ranks": [1, 2, 3]}, "ranks: expected 4 integers, got shape (3,)"),
@@ -126,7 +117,6 @@ class TestShard:
             assert (shard.window, shard.map) == (7, plan.map)
             np.testing.assert_array_equal(shard.ranks, RANKS[heads])
             np.testing.assert_array_equal(shard.omega, plan.omega[heads, :, :columns])
-            np.testing.assert_array_equal(shard.projection, plan.projection[heads, :, :columns])
             assert shard.reduction > 1
             shard.save(tmp_path / "shard.safetensors")
             same(ss.SketchPlan.load(tmp_path / "shard.safetensors"), shard)
@@ -210,11 +200,9 @@ class TestBadFiles:
         "tensors",
         [
             {"omega": np.full((4, 6, 3), np.nan, np.float32)},
-            {"projection": np.full((4, 6, 3), np.inf, np.float32)},
             {"omega": np.zeros((4, 6), np.float32)},
             {"omega": np.zeros((4, 5, 3), np.float32)},
-            {"omega": np.ones((4, 6, 4), np.float32)},
-            {"projection": np.ones((4, 6, 2), np.float32)},
+            {"omega": np.ones((4, 6, 2), np.float32)},
             {"omega": np.zeros((4, 6, 3), np.int32)},
             {"omega": np.full((4, 6, 3), 1e300)},
             {"ranks": np.array([1, 2, 3, 4])},
@@ -237,7 +225,7 @@ class TestBadFiles:
             *(("layer", wrong) for wrong in ({"key_heads": 3}, {"value_dim": 2}, {"colour": "red"})),
             *(("window", wrong) for wrong in (1, 10**30, "16")),
             *(("flush_every", wrong) for wrong in (12, 16)),
-            *(("map", wrong) for wrong in ("best", {"name": "best"}, {"name": ["prior"]}, {"name": "ridge"})),
+            *(("map", wrong) for wrong in ("best", {"name": "best"}, {"name": ["ridge"]}, {"name": "ridge"})),
             *(("map", wrong) for wrong in ({"pivots": 0}, {"ridge": -1.0}, {"ridge": "small"}, {"ridge": None})),
             ("map", {"depth": 3}),
         ],

@@ -8,13 +8,14 @@ from samples import Basis, parts_of, plan_of
 from test_plan import LAYER, RANKS, same
 
 import sketchssm as ss
-from sketchssm.layer.coefficients import RIDGE_FLOOR
 from sketchssm.plans import traffic
 from sketchssm.plans.files import save_file
 from sketchssm.plans.plan import FORMAT
 
+OLDER = FORMAT._replace(version=4, tensors=("omega", "projection", "ranks"))
 
-@pytest.mark.parametrize("settings", [{"sketch_dtype": "int8"}, {"sketch_dtype": "float32", "map": "prior"}])
+
+@pytest.mark.parametrize("settings", [{"sketch_dtype": "int8"}, {"sketch_dtype": "float32", "map": "lowrank"}])
 def test_file_shards_and_text(settings, rng, tmp_path):
     plan = plan_of(rng, LAYER, RANKS, **settings)
     plan.save(tmp_path / "plan.safetensors")
@@ -38,52 +39,33 @@ def test_an_allocation_brings_its_format(rng):
     assert ss.SketchPlan(basis, Allocation(), sketch_dtype="bfloat16").sketch_dtype == "bfloat16"
 
 
-def test_version_2_has_no_format(rng, tmp_path):
-    """Its sketches were bfloat16, unless the head said float32."""
-    plan, path = plan_of(rng, LAYER, RANKS), tmp_path / "plan.safetensors"
-    plan.save(path)
+def of_version_4(path, settings):
+    """Write a plan file as the version before wrote it."""
     fields, tensors = parts_of(path)
-    for name in FORMAT.older[2]:
-        del fields[name]
-    save_file(path, FORMAT._replace(version=2), tensors, fields)
-    same(ss.SketchPlan.load(path), plan)
-    save_file(path, FORMAT._replace(version=2), tensors, fields | {"sketch_dtype": "int8"})
-    with pytest.raises(ss.PlanFileError, match="sketch_dtype"):
-        ss.SketchPlan.load(path)
+    older = {"flush_every": fields["window"], "wide": None}
+    save_file(path, OLDER, tensors | {"projection": tensors["omega"]}, fields | older | settings)
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("name", "value"),
     [
-        ({"flush_every": 64}, "flush_every: this version does not have 64; make the plan anew"),
-        (
-            {"sketch_dtype": "fp8"},
-            "sketch_dtype: this version does not have 'fp8'; make the plan anew, such as with int8",
-        ),
-        ({"sketch_dtype": "int8+int4", "wide": [1, 0, 1, 0]}, "sketch_dtype: this version does not have 'int8+int4'"),
-        ({"wide": [1, 0, 1, 0]}, "wide: this version does not have [1, 0, 1, 0]"),
+        ("flush_every", 64),
+        ("sketch_dtype", "int8+int4"),
+        ("wide", [1, 0, 1, 0]),
+        *(("map", {"name": name, "pivots": None, "ridge": None}) for name in ("prior", "offline", "exact")),
     ],
 )
-def test_files_with_settings_that_are_gone(settings, message, rng, tmp_path):
+def test_files_with_settings_that_are_gone(name, value, rng, tmp_path):
     """They are refused by name; a file of the same version without them loads."""
     path = tmp_path / "plan.safetensors"
     plan = plan_of(rng, LAYER, RANKS)
     plan.save(path)
-    fields, tensors = parts_of(path)
-    assert (fields["flush_every"], fields["wide"]) == (plan.window, None)  # as every version wrote them
-    save_file(path, FORMAT, tensors, fields | settings)
-    with pytest.raises(ss.PlanFileError, match=re.escape(f"{path}: {message}")):
-        ss.SketchPlan.load(path)
-
-
-def test_files_with_the_map_exact(rng, tmp_path):
-    """It was `ridge` at the smallest ridge in use, under another name."""
-    path = tmp_path / "plan.safetensors"
-    plan = plan_of(rng, LAYER, RANKS, ridge=RIDGE_FLOOR)
-    plan.save(path)
-    fields, tensors = parts_of(path)
-    save_file(path, FORMAT, tensors, fields | {"map": {"name": "exact", "pivots": None, "ridge": None}})
+    of_version_4(path, {})
     same(ss.SketchPlan.load(path), plan)
+    of_version_4(path, {name: value})
+    gone = value["name"] if name == "map" else value
+    with pytest.raises(ss.PlanFileError, match=re.escape(f"{path}: {name}: this version does not have {gone!r}")):
+        ss.SketchPlan.load(path)
 
 
 @pytest.mark.parametrize(("form", "asked"), [("bfloat16", None), ("bfloat16", "int8"), ("int8", "float32")])

@@ -23,7 +23,7 @@ from sketchssm.study.planning.search import PlanPoint, frontier
 
 WINDOW = 8
 JOINT = Candidate("subspace", "int8", WINDOW, residual_bits=(3, 1))
-TRIED = [*candidates(("ridge", "offline"), ("bfloat16",), (WINDOW, 2 * WINDOW)), JOINT]
+TRIED = [*candidates(("ridge", "lowrank"), ("bfloat16",), (WINDOW, 2 * WINDOW)), JOINT]
 RANKS, REDUCTIONS = (1, 2, 4), (2.5, 3.5)
 SETTINGS = {"candidates": TRIED, "mean_ranks": RANKS, "reductions": (*REDUCTIONS, 99), "backend": "reference"}
 BUDGETS = [(c, budget) for c in TRIED for budget in (REDUCTIONS if c is JOINT else RANKS)]
@@ -59,7 +59,7 @@ def test_frontier(pairs):
         )
 
 
-@pytest.mark.parametrize("place", [4, 7, 12, 13])  # of `ridge`, of `offline`, which costs less, and with residuals
+@pytest.mark.parametrize("place", [4, 7, 12, 13])  # of `ridge`, of `lowrank`, which costs less, and with residuals
 def test_points_are_measured(layers, search, place):
     """Plans are those of one allocation over both layers, and errors those of the float64 recurrence."""
     assert [(p.candidate, p.budget) for p in search.points] == BUDGETS
@@ -271,14 +271,14 @@ def test_step_times(search):
 
 def test_command(tmp_path):
     paths = [write_traces(tmp_path / f"{kind}.npz", kind) for kind in ("gdn", "kda")]
-    settings = ["--maps", "ridge:0.01,offline", "--sketch-dtypes", "bfloat16", "--windows", "8"]
+    settings = ["--maps", "ridge:0.01,lowrank", "--sketch-dtypes", "bfloat16", "--windows", "8"]
     settings += ["--mean-ranks", "2,4", "--backend", "reference", "--out", tmp_path / "plans"]
     told = invoke("plan", *paths, *settings, "--error", "10", "--json", tmp_path / "out.json")
     assert "Frontier of 4 points" in told.output
     report = json.loads((tmp_path / "out.json").read_text())
     assert [SketchPlan.load(path).layer.kind for path in report["plans"]] == ["gdn", "kda"]
     assert report["chosen"] in report["frontier"]
-    assert {p["map"] for p in report["points"]} == {"ridge(ridge=0.01)", "offline"}
+    assert {p["map"] for p in report["points"]} == {"ridge(ridge=0.01)", "lowrank(pivots=4, ridge=0.1)"}
     assert (
         "has no effect without --time-on"
         in invoke("plan", *paths, *settings, "--error", 1, "--batch", 2, code=2).output
@@ -299,8 +299,8 @@ def test_command(tmp_path):
     beyond = invoke("plan", *paths, *settings, "--error", 1e-9, code=2)
     assert "Frontier of 4 points" in beyond.output and "nearest plans (none meet the target)" in beyond.output
     assert "error: expected a target within reach, got 1e-09; the least is" in beyond.stderr
-    refused = invoke("plan", *paths, *settings, "--error", 1, "--maps", "offline:1", code=2)
-    assert "'--maps': ridge: map 'offline' has no ridge" in refused.output
+    refused = invoke("plan", *paths, *settings, "--error", 1, "--maps", "subspace:1", code=2)
+    assert "'--maps': ridge: map 'subspace' has no ridge" in refused.output
 
 
 def test_command_draws(tmp_path):

@@ -27,7 +27,7 @@ def layer_of(*systems, name="layer"):
 
 LAYER = layer_of(
     system("exact/standard", 1, 1e-7), system("exact/replay", 1.9, 1e-7), system("sketch/ridge-4", 12, 0.03),
-    system("sketch/ridge-8", 10, 0.02), system("sketch/prior-8", 10, 0.02), system("quantised/dsq-6-bits"),
+    system("sketch/ridge-8", 10, 0.02), system("sketch/lowrank-8", 10, 0.02), system("quantised/dsq-6-bits"),
     system(f"ablation/{FULL_METHOD}", 10, 0.02), system("ablation/allocation-error", 10, 0.02, [4, 12]),
     name="a $x and $y",
 )  # fmt: skip

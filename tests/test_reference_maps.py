@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from samples import Basis, relative
+from samples import relative
 
 from sketchssm.layer.coefficients import MAPS, RIDGE_FLOOR, CoefficientMap
-from sketchssm.layer.recurrence import Layer
 from sketchssm.reference import maps
 from sketchssm.reference.maps import PIVOT_TOLERANCE
 
@@ -72,19 +71,12 @@ def is_solved_by(dense, h, phi, ridge, spread):
     return relative(dense, np.linalg.solve(gram, right)) < 16 * 2.0**-53 * spread * loss
 
 
-def weighted_basis(rng, key_dim, rank):
-    basis = Basis(rng, Layer("gdn", 1, key_dim, key_dim))
-    phi, projection = basis.columns(rank, weighted=True)
-    return phi[0], projection[0], basis.e0[0]
-
-
-def every_map(omega, phi, projection):
+def every_map(omega):
     """Functions of a state."""
     return (
         lambda s: maps.exact_map(s, omega),
         lambda s: maps.ridge_map(s, omega, 0.01),
         lambda s: maps.lowrank_factors(s, omega, 2, 0.1).dense(),
-        lambda s: maps.prior_factors(s, phi, projection, 2, 0.001).dense(),
     )
 
 
@@ -112,7 +104,7 @@ class TestLowrank:
         spread = spread_of_pivots(state.T @ phi, pivots)
         factors = maps.lowrank_factors(state, phi, pivots, ridge)
         assert is_solved_by(factors.dense(), approximate, phi, ridge, spread)
-        assert factors.pi is phi
+        assert factors.omega is phi
 
     @given(cases())
     def test_keeps_the_diagonal_of_the_metric(self, case):
@@ -133,39 +125,14 @@ class TestLowrank:
         assert relative(factors.dense(), maps.ridge_map(state, phi, ridge)) < SOLVED
 
 
-class TestPrior:
-    @given(cases())
-    def test_is_the_solve_of_its_metric(self, case):
-        """``H^ = B B^T + a E0``, where a is the share of the trace K that the pivots miss."""
-        rng, state, rank, pivots, ridge = case
-        phi, projection, e0 = weighted_basis(rng, state.shape[0], rank)
-        seen = pivot_part(state, state.T @ phi, pivots)
-        approximate = seen + (state.shape[0] - np.trace(seen)) / np.trace(e0) * e0
-        assume(are_pivots_clear(state.T @ phi, pivots))
-        spread = spread_of_pivots(state.T @ phi, pivots)
-        factors = maps.prior_factors(state, phi, projection, pivots, ridge)
-        assert is_solved_by(factors.dense(), approximate, phi, ridge, spread)
-        assert factors.pi is projection
-
-    def test_of_a_state_without_energy_is_offline(self, rng):
-        """For a zero state the map is the offline map with the ridge."""
-        phi, projection, e0 = weighted_basis(rng, 8, 3)
-        factors = maps.prior_factors(np.zeros((8, 5)), phi, projection, 4, 0.0)
-        assert relative(factors.dense(), maps.offline_map(phi, e0)) < 2 * RIDGE_FLOOR
-
-
 @given(cases())
 def test_factors_apply_as_the_dense_map(case):
     rng, state, rank, pivots, ridge = case
-    phi, projection, _ = weighted_basis(rng, state.shape[0], rank)
     x = rng.standard_normal(state.shape[0])
-    for factors in (
-        maps.lowrank_factors(state, rotation(rng, state.shape[0], rank), pivots, ridge),
-        maps.prior_factors(state, phi, projection, pivots, ridge),
-    ):
-        # of the two terms that make up the result, each can be larger than their sum
-        scale = np.linalg.norm(x) * max(1, np.linalg.norm(factors.pi)) * max(1, np.linalg.norm(factors.f)) ** 2
-        assert np.linalg.norm(factors.apply(x) - factors.dense() @ x) < FLOAT64 * scale * state.shape[0]
+    factors = maps.lowrank_factors(state, rotation(rng, state.shape[0], rank), pivots, ridge)
+    # of the two terms that make up the result, each can be larger than their sum
+    scale = np.linalg.norm(x) * max(1, np.linalg.norm(factors.omega)) * max(1, np.linalg.norm(factors.f)) ** 2
+    assert np.linalg.norm(factors.apply(x) - factors.dense() @ x) < FLOAT64 * scale * state.shape[0]
 
 
 class TestRidge:
@@ -223,27 +190,6 @@ class TestExact:
         np.testing.assert_allclose(c, np.diag([1.0, 1.0, 0.0]), atol=FLOAT64)
 
 
-class TestOffline:
-    def test_is_the_projection_of_the_weighted_basis(self, rng):
-        """With ``Phi^T E0 Phi = I`` the map is ``C = (E0 Phi)^T`` without a solve."""
-        phi, projection, e0 = weighted_basis(rng, 9, 4)
-        assert relative(phi.T @ e0 @ phi, np.eye(4)) < SOLVED
-        assert relative(maps.offline_map(phi, e0), projection.T) < SOLVED
-
-    def test_depends_on_the_span_alone(self, rng):
-        """``Phi C`` is the same for any basis of the span."""
-        phi, _, e0 = weighted_basis(rng, 9, 4)
-        mixed = phi @ rng.standard_normal((4, 4))
-        assert relative(mixed @ maps.offline_map(mixed, e0), phi @ maps.offline_map(phi, e0)) < SOLVED
-
-    def test_is_ridge_of_a_state_that_is_the_mean(self, rng):
-        phi, _, e0 = weighted_basis(rng, 9, 4)
-        energy, vectors = np.linalg.eigh(e0)
-        state = vectors * np.sqrt(energy)
-        # off by the ridge floor over the weighted metric's own scale of 1
-        assert relative(maps.ridge_map(state, phi, 0.0), maps.offline_map(phi, e0)) < 2 * RIDGE_FLOOR
-
-
 class TestPivots:
     @given(cases())
     def test_are_orthonormal_or_zero_and_span_the_first_columns(self, case):
@@ -275,13 +221,8 @@ class TestPivots:
 
     def test_no_residual_is_negative(self, rng):
         """If the pivots hold the whole state, the residual is only rounding, of both signs."""
-        phi, projection, _ = weighted_basis(rng, 8, 5)
         states = np.stack([state_of(rng, 8, 5, 2) for _ in range(20)])
-        for factors in (
-            maps.lowrank_factors(states, rotation(rng, 8, 5), 4, 0.1),
-            maps.prior_factors(states, phi, projection, 4, 0.1),
-        ):
-            assert (factors.w >= 0).all()
+        assert (maps.lowrank_factors(states, rotation(rng, 8, 5), 4, 0.1).w >= 0).all()
 
     def test_dependent_columns_are_dropped(self, rng):
         a, b = rng.standard_normal((2, 7))
@@ -313,7 +254,6 @@ class TestPivots:
 @pytest.mark.parametrize("pivots", [1, 4, 9])
 def test_all_maps_are_finite_for_degenerate_states(scale, rank, pivots, rng):
     """Maps of zero, rank-1, rank-deficient, tiny and huge states are finite, and a zero state reads zero."""
-    phi, projection, _ = weighted_basis(rng, 8, rank)
     omega = rotation(rng, 8, rank)
     for state_rank in (1, 2, 5):
         state = state_of(rng, 8, 5, state_rank) * scale
@@ -322,21 +262,19 @@ def test_all_maps_are_finite_for_degenerate_states(scale, rank, pivots, rng):
                 maps.exact_map(state, omega),
                 maps.ridge_map(state, omega, ridge),
                 maps.lowrank_factors(state, omega, pivots, ridge).dense(),
-                maps.prior_factors(state, phi, projection, pivots, ridge).dense(),
             ]
             for c in dense:
                 assert c.shape == (rank, 8)
                 assert np.isfinite(c).all()
             if scale == 0:
-                for c in dense[:3]:
+                for c in dense:
                     np.testing.assert_array_equal(c, np.zeros((rank, 8)))
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e6])
 def test_maps_do_not_depend_on_the_state_scale(scale, rng):
     state, omega = state_of(rng, 8, 5), rotation(rng, 8, 3)
-    phi, projection, _ = weighted_basis(rng, 8, 3)
-    for make in every_map(omega, phi, projection):
+    for make in every_map(omega):
         assert relative(make(scale * state), make(state)) < SOLVED
 
 
@@ -344,8 +282,7 @@ def test_a_state_with_nan_leaves_others_alone(rng):
     """One NaN anywhere in a state makes its map NaN, without an error, and no other state's."""
     states, omega = np.stack([state_of(rng, 8, 5)] * 3), rotation(rng, 8, 3)
     states[1, 2, 4] = np.nan
-    phi, projection, _ = weighted_basis(rng, 8, 3)
-    for make in every_map(omega, phi, projection):
+    for make in every_map(omega):
         got = make(states)
         assert np.isnan(got[1]).any()
         # the same routines on other batches
@@ -355,22 +292,17 @@ def test_a_state_with_nan_leaves_others_alone(rng):
 def test_leading_axes_are_batches(rng):
     """Every function takes stacked states, each treated as if alone."""
     states, omega = np.stack([state_of(rng, 8, 5, r) for r in (1, 3, 5)]), rotation(rng, 8, 3)
-    phi, projection, _ = weighted_basis(rng, 8, 3)
-    for make in every_map(omega, phi, projection):
+    for make in every_map(omega):
         assert relative(make(states), np.stack([make(s) for s in states])) < SOLVED
 
 
 @pytest.mark.parametrize("name", MAPS)
 def test_a_record_selects_its_map_and_parameters(name, rng):
-    basis = Basis(rng, Layer("gdn", 1, 8, 7), 4)
-    map = CoefficientMap(name, pivots=2 if name in ("lowrank", "prior") else None)
-    omega, projection = (x[0] for x in basis.columns(4, weighted=map.weighted))
+    omega, map = rotation(rng, 8, 4), CoefficientMap(name, pivots=2 if name == "lowrank" else None)
     states = np.stack([state_of(rng, 8, 7) for _ in range(3)])
     want = {
         "ridge": lambda: maps.ridge_map(states, omega, 0.001),
         "lowrank": lambda: maps.lowrank_factors(states, omega, 2, 0.1).dense(),
-        "prior": lambda: maps.prior_factors(states, omega, projection, 2, 0.001).dense(),
-        "offline": lambda: np.stack([projection.T] * 3),
         "subspace": lambda: maps.subspace(states, omega).swapaxes(-1, -2),
     }[name]()
-    np.testing.assert_array_equal(maps.coefficient_map(map, states, omega, projection), want)
+    np.testing.assert_array_equal(maps.coefficient_map(map, states, omega), want)

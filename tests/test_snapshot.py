@@ -108,8 +108,8 @@ class TestRefusals:
         rng = np.random.default_rng(7)
         plan = plan_of(rng, layer, RANKS, window=WINDOW)
         changed = ss.SketchPlan.__new__(ss.SketchPlan)
-        tensors = {"omega": plan.omega * 2, "projection": plan.projection, "ranks": plan.ranks}
-        changed._fill(layer, tensors, WINDOW, plan.map, plan.sketch_dtype)
+        tensors = {"omega": plan.omega * 2, "ranks": plan.ranks}
+        changed._fill(layer, tensors, WINDOW, plan.map, plan.sketch_dtype, 0)
         for head, message in (
             (ss.ReplayHead(layer, 5, "reference", window=WINDOW), 'system "ReplayHead", got "SketchHead"'),
             (ss.SketchHead(plan_of(rng, layer, RANKS, window=8), 5, "reference"), "window 8, got 4"),

@@ -82,10 +82,8 @@ def test_read_by_definition():
         assert traffic.sketch_read("kda", key_dim, value_dim, rank, window) == 2 * (u + c + rank * window)
         p = min(rank, pivots)
         b, f, w = p * key_dim, rank * p, rank
-        for name in ("lowrank", "prior"):
-            map = CoefficientMap(name, pivots)
-            assert traffic.sketch_read("gdn", key_dim, value_dim, rank, window, map) == 2 * (u + b + f + w)
-        assert traffic.sketch_read("gdn", key_dim, value_dim, rank, window, "offline") == 2 * u
+        map = CoefficientMap("lowrank", pivots)
+        assert traffic.sketch_read("gdn", key_dim, value_dim, rank, window, map) == 2 * (u + b + f + w)
     for name in MAPS:
         assert traffic.sketch_read("gdn", key_dim, value_dim, ss.FULL_STATE, window, name) == 4 * key_dim * value_dim
 
@@ -104,7 +102,7 @@ def test_ranks_of_heads_add_up_in_bytes():
     )
 
 
-@pytest.mark.parametrize("map", [CoefficientMap("lowrank", 3), CoefficientMap("ridge"), CoefficientMap("offline")])
+@pytest.mark.parametrize("map", [CoefficientMap("lowrank", 3), CoefficientMap("ridge")])
 def test_plan_reduction(map):
     layer = ss.Layer("gdn", 3, 16, 8)
     basis = SketchBasis.random(layer, 6)

@@ -43,13 +43,13 @@ constexpr int OPERAND_STAGES = RAW_KEYS ? KEY_STAGES : PREPARED_STAGES;  // of t
 // stage is free, too.
 constexpr int SOLVE_STAGES = RAW_KEYS ? 2 : PREPARED_STAGES + 1;
 // With two stages of S U, the next S U is computed during the epilogue.
-constexpr int SUM_STAGES = MAP != SHARED && !RAW_KEYS && !LITTLE_MEMORY ? 2 : 1;
+constexpr int SUM_STAGES = !RAW_KEYS && !LITTLE_MEMORY ? 2 : 1;
 constexpr int COLUMN_STAGES = MAP == FACTORS && PIVOTS <= 4 ? SUM_STAGES : 1;  // two if no state stage is lost
 // The epilogue warp stores U: U has two stages, so nobody overwrites U meanwhile; or U is stored as codes with scales.
 constexpr bool EPILOGUE_STORES = COLUMN_STAGES > 1 || CODED;
 // The epilogue scales U only after the warps that sketch have stored all of U. A single group needs no barrier: an
 // extreme group stores U in scale_group.
-constexpr bool STORED_BARRIER = SKETCH_GROUPS > 1 && !EPILOGUE_STORES && PRODUCT_COLUMNS > 0;
+constexpr bool STORED_BARRIER = SKETCH_GROUPS > 1 && !EPILOGUE_STORES;
 // Epilogue warps take sketches in turn. Variants with transform warps have room for two.
 constexpr int EPILOGUE_WARPS = !RAW_KEYS && (MAP == FACTORS || MAP == DENSE) ? 2 : 1;
 

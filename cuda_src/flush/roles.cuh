@@ -97,7 +97,7 @@ DEVICE void fold_tile(const Flush& f, const FlushTile& tile, int n, StateStage& 
     fence_async_proxy();
     __syncwarp();
     if (RAW_KEYS) rows.store(f.home(tile, block));
-    if (SKETCHES && MAP != SHARED) rows.set_norm(squares);
+    if (SKETCHES) rows.set_norm(squares);
     m.operands_empty[n % OPERAND_STAGES].arrive();
     if (!RAW_KEYS) m.state_folded[n % STATE_STAGES][block].arrive();
     if (!f.takes_own() || by_token) {

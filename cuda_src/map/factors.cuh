@@ -1,4 +1,4 @@
-// Factors of the low-rank-plus-diagonal maps (lowrank, prior), by one warp.
+// Factors of the low-rank-plus-diagonal map (lowrank), by one warp.
 #pragma once
 #include "map/sums.cuh"
 
@@ -25,8 +25,7 @@ DEVICE void dots_of_columns(ColumnDots& to, const Columns& u, int rank) {
     __syncwarp();
 }
 
-// Factors of the map. `prior` distributes the energy that the pivots miss as in calibration. U and the sums are read
-// first and then released for the next tile.
+// Factors of the map. U and the sums are read first and then released for the next tile.
 template <class Wait>
 DEVICE void store_factors(ColumnDots& dots, const Sums& sums, const Columns& u, WarpMbarrier& columns_empty,
                           WarpMbarrier& sums_empty, sketch_t* packed, const projection_t* projection, int rank,
@@ -91,17 +90,12 @@ DEVICE void store_factors(ColumnDots& dots, const Sums& sums, const Columns& u, 
             x(i) *= inverse[i];
         }
     };
-    float squares = 0;
 #pragma unroll
     for (int n = 0; n < LK; n++) {
         substitute([&](int i) -> float& { return image[i][n]; });
 #pragma unroll
-        for (int i = 0; i < PIVOTS; i++) {
-            image[i][n] *= root;
-            squares += image[i][n] * image[i][n];
-        }
+        for (int i = 0; i < PIVOTS; i++) image[i][n] *= root;
     }
-    const float missed = PRIOR ? fmaxf(1.f - warp_sum(squares) / K, 0.f) : 0.f;
 
     constexpr int TRIANGLE = PIVOTS * (PIVOTS + 1) / 2, CHUNKS = (TRIANGLE + 15) / 16;
     float products[CHUNKS][16] = {};  // lower triangle of L^T D^-1 L, by rows
@@ -112,7 +106,7 @@ DEVICE void store_factors(ColumnDots& dots, const Sums& sums, const Columns& u, 
         low[i] *= root;
         residual -= low[i] * low[i];
     }
-    residual = PRIOR ? missed : fmaxf(residual, 0.f);
+    residual = fmaxf(residual, 0.f);
     const float over = 1.f / (residual + ridge);
     if (lane < rank) small.w[lane] = narrow<SMALL>(residual * over);
 #pragma unroll

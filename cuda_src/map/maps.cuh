@@ -1,11 +1,10 @@
 // Epilogue of a sketch: the coefficient map, from U and the groups' sums of S U.
 //
 // MAP       map              computed as
-// FACTORS   lowrank, prior   factors: the orthonormal pivots are Q = U_p R^-1, with R the Cholesky factor of U_p^T U_p,
+// FACTORS   lowrank          factors: the orthonormal pivots are Q = U_p R^-1, with R the Cholesky factor of U_p^T U_p,
 //                            so B = S Q / sqrt(mu) and L = U^T Q / sqrt(mu) follow from S U_p and U^T U_p by
 //                            substitution
 // DENSE     ridge            a dense matrix from U^T U and (S U)^T
-// SHARED    offline          nothing: the map is shared by all states
 //
 // sketchssm/reference/maps.py has the equations.
 #pragma once
@@ -32,7 +31,7 @@ DEVICE void sketch_head(SketchMemory& m, SketchBarriers& barriers, StateStage* r
     Columns& u = m.columns[sketch_n % COLUMN_STAGES];
     if (sketch_n >= COLUMN_STAGES) barriers.columns_empty[sketch_n % COLUMN_STAGES].wait(sketch_n / COLUMN_STAGES - 1);
     // An epilogue warp may read U while other warps still multiply by it.
-    if (COLUMN_STAGES == 1 && PRODUCT_COLUMNS > 0 && !RAW_KEYS && sketch_n > 0)
+    if (COLUMN_STAGES == 1 && !RAW_KEYS && sketch_n > 0)
         barriers.sums_full[(sketch_n - 1) % EPILOGUE_WARPS].wait((sketch_n - 1) / EPILOGUE_WARPS);
     m.basis.full.wait(sketch_n);
     sketch_columns(u, m.basis, rows, group, member, rank);
@@ -42,22 +41,20 @@ DEVICE void sketch_head(SketchMemory& m, SketchBarriers& barriers, StateStage* r
         if (lane == 0 && block < ROW_BLOCKS) u.norms[block] = rows[block].norm;
     }
     barriers.columns_full[sketch_n % EPILOGUE_WARPS].arrive();
-    [[maybe_unused]] bool extreme = false;
-    if constexpr (PRODUCT_COLUMNS > 0) {
-        if (SKETCH_GROUPS == 1) barriers.columns_full[sketch_n % EPILOGUE_WARPS].wait(sketch_n / EPILOGUE_WARPS);
-        else group_sync.arrive(), group_sync.wait(2 * sketch_n);
-        extreme = u.extreme<GROUP_BLOCKS>(group * GROUP_BLOCKS);
-        if (extreme) scale_group(u, group, member, packed, rank);
-        if (sketch_n >= SUM_STAGES) barriers.sums_empty[sketch_n % SUM_STAGES].wait(sketch_n / SUM_STAGES - 1);
-        state_products(m.sums[sketch_n % SUM_STAGES], u, rows, group, member, MAP == FACTORS ? pivots_of(rank) : rank,
-                      [&](int block) {
-                          if (!RAW_KEYS) then(block);
-                      });
-    }
-    if (PRODUCT_COLUMNS > 0) barriers.sums_full[sketch_n % EPILOGUE_WARPS].arrive();
-    if (RAW_KEYS && PRODUCT_COLUMNS > 0)
+    if (SKETCH_GROUPS == 1) barriers.columns_full[sketch_n % EPILOGUE_WARPS].wait(sketch_n / EPILOGUE_WARPS);
+    else group_sync.arrive(), group_sync.wait(2 * sketch_n);
+    [[maybe_unused]] const bool extreme = u.extreme<GROUP_BLOCKS>(group * GROUP_BLOCKS);
+    if (extreme) scale_group(u, group, member, packed, rank);
+    if (sketch_n >= SUM_STAGES) barriers.sums_empty[sketch_n % SUM_STAGES].wait(sketch_n / SUM_STAGES - 1);
+    state_products(m.sums[sketch_n % SUM_STAGES], u, rows, group, member, MAP == FACTORS ? pivots_of(rank) : rank,
+                  [&](int block) {
+                      if (!RAW_KEYS) then(block);
+                  });
+    barriers.sums_full[sketch_n % EPILOGUE_WARPS].arrive();
+    if (RAW_KEYS) {
         group_sync.arrive(), group_sync.wait(SKETCH_GROUPS == 1 ? sketch_n : 2 * sketch_n + 1);
-    if (RAW_KEYS || PRODUCT_COLUMNS == 0) release_rows(member, then);
+        then(0);
+    }
     if constexpr (!EPILOGUE_STORES) {
 #pragma unroll 1
         for (int i = member; i < GROUP_BLOCKS && !extreme; i += GROUP_WARPS)
@@ -79,11 +76,6 @@ DEVICE void finish_sketch(SketchMemory& m, SketchBarriers& barriers, [[maybe_unu
     then();
     [[maybe_unused]] Columns& u = m.columns[sketch_n % COLUMN_STAGES];
     [[maybe_unused]] WarpMbarrier& columns_empty = barriers.columns_empty[sketch_n % COLUMN_STAGES];
-#if MAP == SHARED
-    if constexpr (CODED) store_column_codes(u, packed, rank, 1.f);
-    else if constexpr (EPILOGUE_STORES) store_columns(u, packed, rank);
-    columns_empty.arrive();
-#else
     Sums& sums = m.sums[sketch_n % SUM_STAGES];
     auto wait_sums = [&] { barriers.sums_full[sketch_n % EPILOGUE_WARPS].wait(sketch_n / EPILOGUE_WARPS); };
     float power = 1;
@@ -104,6 +96,5 @@ DEVICE void finish_sketch(SketchMemory& m, SketchBarriers& barriers, [[maybe_unu
 #else
     store_dense(m, sums, barriers, packed, rank, mu, ridge, factor, sketch_n, wait_sums);
     barriers.sums_empty[sketch_n % SUM_STAGES].arrive();
-#endif
 #endif
 }

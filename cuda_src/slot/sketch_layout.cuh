@@ -1,14 +1,12 @@
 // Layout of a slot's sketches in global memory. The heads are packed one after the other, each at its own rank G:
 //
-//     U (G, V)  |  B~ (p, K)  F (G, p)  w (G)     map in factors (lowrank, prior), p = min(G, PIVOTS)
+//     U (G, V)  |  B~ (p, K)  F (G, p)  w (G)     map in factors (lowrank), p = min(G, PIVOTS)
 //     U (G, V)  |  C (G, K)                       dense map of this state (ridge)
-//     U (G, V)                                    shared map (offline)
 //
 // and in codes (slot/codes.cuh), with scales in float32 for columns g of U and for pivots:
 //
 //     U (G, V)  |  B~ (p, K)  |  scale (G)  pivots' scale (p)  F (G, p)  w (G)
 //     Q (G, V)  |  B (G, K)   |  scale (G)        split form: C = W^T B and Q = U W^T, with W of map/dense.cuh
-//     U (G, V)  |  scale (G)
 //
 // A residual (slot/residual.cuh) follows at the next multiple of 16 bytes. All are padded to a multiple of ALIGN bytes:
 // reads that copy whole memory lines are faster. Rows of U are swizzled like values (slot/ring.cuh).

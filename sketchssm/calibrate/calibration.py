@@ -32,8 +32,6 @@ from sketchssm.plans.plan import SketchPlan
 FORMAT = FileFormat("sketchssm-calibration", 2, ())
 """A tensor has the name of its layer, a dot, and its name: of the basis, or of a sum after the name of its scores."""
 
-COLUMNS = ("omega", "weighted", "projection")
-
 SCORES: dict[str, type[Accumulator]] = {"ranks": RankScores, "joint": JointScores, "answers": JointScores}
 """Scores of a layer by name."""
 
@@ -49,37 +47,21 @@ Scores = TypeVar("Scores", bound=Accumulator)
 
 @dataclass(frozen=True, eq=False)
 class StoredBasis:
-    """Columns of a `SketchBasis` in float32, as plans hold them: all that a plan takes from a basis.
-
-    `weighted` and its `projection` are None if the metric of the states is not known.
-    """
+    """Columns of a `SketchBasis` in float32, as plans hold them: all that a plan takes from a basis."""
 
     layer: Layer
     window: int
     omega: npt.NDArray[np.float32]
-    weighted: npt.NDArray[np.float32] | None
-    projection: npt.NDArray[np.float32] | None
 
     @classmethod
     def of(cls, basis: SketchBasis) -> StoredBasis:
         """All columns of a basis."""
-        forms = [basis.columns(basis.rank_max)[0], *basis.columns(basis.rank_max, weighted=True)]
-        return cls(basis.layer, basis.window, *(x.astype(np.float32) for x in forms))
+        return cls(basis.layer, basis.window, basis.omega.astype(np.float32))
 
     @property
     def rank_max(self) -> int:
         """Number of columns."""
         return int(self.omega.shape[-1])
-
-    def columns(self, rank: int, weighted: bool = False) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """See `SketchBasis.columns`."""
-        if check_size("rank", rank) > self.rank_max:
-            raise ValueError(f"rank: expected 1 to rank_max={self.rank_max}, got {rank}")
-        if not weighted:
-            return self.omega[..., :rank], self.omega[..., :rank]
-        if self.weighted is None or self.projection is None:
-            raise ValueError("map: expected one without the states' metric, which this calibration does not have")
-        return self.weighted[..., :rank], self.projection[..., :rank]
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,9 +175,7 @@ class Calibration(Stored):
         layers: dict[str, Any] = {}
         for name, own in self.layers.items():
             entry: dict[str, Any] = {"layer": asdict(own.basis.layer), "window": own.basis.window}
-            for column in COLUMNS:
-                if (array := getattr(own.basis, column)) is not None:
-                    tensors[f"{name}.{column}"] = array
+            tensors[f"{name}.omega"] = own.basis.omega
             for kind in SCORES:
                 if (scores := getattr(own, kind)) is not None:
                     tensors |= {f"{name}.{kind}.{each}": getattr(scores, each) for each in scores.sums}
@@ -213,12 +193,8 @@ class Calibration(Stored):
         for name, entry in layers.items():
             layer = Layer(**entry["layer"])
             omega = tensors[f"{name}.omega"]
-            shape = (layer.heads, layer.key_dim, omega.shape[-1])
-            columns = [tensors.get(f"{name}.{column}") for column in COLUMNS]
-            for column, array in zip(COLUMNS, columns, strict=True):
-                if array is not None:
-                    check_array(f"{name}.{column}", array, shape, np.float32)
-            basis = StoredBasis(layer, entry["window"], *columns)  # type: ignore[arg-type]
+            check_array(f"{name}.omega", omega, (layer.heads, layer.key_dim, omega.shape[-1]), np.float32)
+            basis = StoredBasis(layer, entry["window"], omega)
             scores = {}
             for kind, own in SCORES.items():
                 if kind in entry:

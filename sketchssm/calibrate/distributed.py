@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sketchssm.calibrate.calibration import COLUMNS, SCORES, SETTINGS, Calibration, LayerCalibration, scores_of_sums
+from sketchssm.calibrate.calibration import SCORES, SETTINGS, Calibration, LayerCalibration, scores_of_sums
 from sketchssm.calibrate.moments import FORMAT, Moments
 from sketchssm.calibrate.sums import added
 from sketchssm.plans.model_plans import ModelFingerprint
@@ -86,8 +86,7 @@ def join_shards(parts: Sequence[Calibration]) -> Calibration:
         shapes = [each.basis.layer for each in own]
         heads, keys = (sum(getattr(shape, size) for shape in shapes) for size in ("heads", "key_heads"))
         layer = replace(shapes[0], heads=heads, key_heads=keys)
-        columns: Any = {x: np.concatenate([getattr(each.basis, x) for each in own]) for x in COLUMNS}
-        basis = replace(own[0].basis, layer=layer, **columns)
+        basis = replace(own[0].basis, layer=layer, omega=np.concatenate([each.basis.omega for each in own]))
         scores: Any = {}
         for kind, form in SCORES.items():
             if (first := getattr(own[0], kind)) is not None:

@@ -113,7 +113,7 @@ class JointScores(Accumulator):
         self.sketch_dtype = SketchFormat.of(sketch_dtype).name
         self.every = check_size("every", every)
         self.weighting: str | None = None
-        self._omega = basis.columns(self.ranks[-1])[0].astype(np.float64)
+        self._omega = basis.omega[..., : self.ranks[-1]].astype(np.float64)
         shape = (self.layer.heads, len(self.ranks), len(self.bits))
         self.paired, self.error, self.isotropic = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         self.energy = np.zeros(self.layer.heads)

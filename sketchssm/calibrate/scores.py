@@ -81,7 +81,7 @@ class RankScores(Accumulator):
         self.window = check_window(basis.window if window is None else window)
         self.rank_max = rank
         self.weighting: str | None = None
-        self._omega = basis.columns(rank)[0]
+        self._omega = basis.omega[..., :rank]
         shape = (self.layer.heads, self.rank_max + 1)
         self.error, self.paired, self.weighted = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         self.sensitivity = np.zeros(self.layer.heads)

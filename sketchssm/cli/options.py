@@ -107,7 +107,7 @@ residual_bits = click.option(
     default="0",
     help="Bits of the codes of what a sketch leaves of its state, with --map subspace.",
 )
-pivots = click.option("--pivots", type=COUNT, help="Pivot count of lowrank and prior.  [default: the map's own]")
+pivots = click.option("--pivots", type=COUNT, help="Pivot count of lowrank.  [default: the map's own]")
 trace_files = click.argument("traces", nargs=-1, type=OLD_FILE)
 
 

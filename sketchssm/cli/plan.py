@@ -47,8 +47,8 @@ def _needs_traces(context: click.Context, param: click.Parameter, value: str | N
 @click.option(
     "--maps",
     type=Commas("map,map,...", _map),
-    help="Coefficient maps, with their ridge after a colon if it is not the default: ridge:0.01,offline.  "
-    "[default: ridge,ridge:0.01,lowrank,prior,offline,subspace]; subspace has residuals of 1 to 3 bits.",
+    help="Coefficient maps, with their ridge after a colon if it is not the default: ridge:0.01,lowrank.  "
+    "[default: ridge,lowrank,subspace]; subspace has residuals of 1 to 3 bits.",
 )
 @click.option(
     "--sketch-dtypes",

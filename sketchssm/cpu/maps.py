@@ -1,8 +1,8 @@
 """From a state to its sketch and coefficient map.
 
-`sketchssm.reference.maps` defines the maps; here they run on the rows of a K-last state. Every map but `offline` ends
-with a product of a few vectors over V with the state, ``T^T S``. For `lowrank` and `prior`, T holds the pivots over
-``sqrt(mu)`` and the product is B. For `ridge`, T is the regularised pseudo-inverse of U and the product is C. For
+`sketchssm.reference.maps` defines the maps; here they run on the rows of a K-last state. Every map ends with a
+product of a few vectors over V with the state, ``T^T S``. For `lowrank`, T holds the pivots over ``sqrt(mu)`` and the
+product is B. For `ridge`, T is the regularised pseudo-inverse of U and the product is C. For
 `subspace`, T is U; the product becomes the basis, and U is then computed from it.
 
 Float32 cannot hold the squares of every float32 state. A state whose squares overflow or underflow is therefore
@@ -30,7 +30,6 @@ from sketchssm.cpu.packed import (
     MASTER,
     OMEGA,
     PI,
-    PRIOR,
     RANK,
     RIDGE,
     ROWS,
@@ -99,8 +98,6 @@ def store_sketch(
         _pack_rows(m, buf, at.sketch, own, rank, m.values, scales)
     if m.tracked:
         copy(floats(m.master), slot * m.master_stride + field(m, head, MASTER), buf, at.sketch, rank * m.values)
-    if rows == 0:
-        return
     unit, mu = _normalise(m, norm, state, first)
     if m.map == SUBSPACE and unit == 1.0:  # the squares of S U are fourth powers of the state
         unit = math.ldexp(1.0, -math.frexp(math.sqrt(mu))[1])
@@ -115,9 +112,9 @@ def store_sketch(
         _multiply(buf, at.span, rows * m.values, unit / math.sqrt(mu))
     for c in range(0, rows * m.keys, LANES):
         store(buf, at.rows + c, splat(np.float32(0.0)))
-    # the rows T^T S, and their squared norm
-    energy = accumulate(buf, at.rows, m.keys, rows, m.keys, buf, at.ones, buf, at.span, 1, m.values,
-                        state, first, m.keys, m.values)  # fmt: skip
+    # the rows T^T S
+    accumulate(buf, at.rows, m.keys, rows, m.keys, buf, at.ones, buf, at.span, 1, m.values,
+               state, first, m.keys, m.values)  # fmt: skip
     if m.map == SUBSPACE:
         if unit != 1.0:
             _multiply(buf, at.rows, rank * m.keys, unit)
@@ -127,8 +124,8 @@ def store_sketch(
                  buf, at.span + g * m.values, m.values)  # fmt: skip
         if not split:
             _pack_rows(m, buf, at.span, own, rank, m.values, scales)
-    if m.map == LOWRANK or m.map == PRIOR:
-        _factors(m, at, buf, slot, head, mu, unit, 1.0 - energy / m.key_dim)
+    if m.map == LOWRANK:
+        _factors(m, at, buf, slot, head, mu, unit)
     if split:
         _pack_split(m, at, buf, slot, head, 1.0 if m.map == SUBSPACE else mu / unit / unit)
     else:
@@ -218,7 +215,7 @@ def _orthonormal(at: Record, buf: Pointer, source: int, target: int, count: int,
 
 
 @njit
-def _factors(m: Record, at: Record, buf: Pointer, slot: int, head: int, mu: float, unit: float, missed: float) -> None:
+def _factors(m: Record, at: Record, buf: Pointer, slot: int, head: int, mu: float, unit: float) -> None:
     """Compute the Woodbury factors w and F, and turn the rows B into ``B - Pi Diag(w) L``."""
     rank, rows = field(m, head, RANK), field(m, head, ROWS)
     lanes = m.columns
@@ -234,13 +231,11 @@ def _factors(m: Record, at: Record, buf: Pointer, slot: int, head: int, mu: floa
     small = doubles(buf, at.doubles + 2 * rank)
     solution = doubles(buf, at.doubles + 2 * rank + 2 * rows * rows)
     for g in range(rank):
-        residual = max(missed, 0.0)
-        if m.map == LOWRANK:
-            column = at.sketch + g * m.values
-            residual = _inner(buf, column, column, m.values) / mu
-            for i in range(rows):
-                residual -= np.float64(buf[at.low + i * lanes + g]) ** 2
-            residual = max(residual, 0.0)
+        column = at.sketch + g * m.values
+        residual = _inner(buf, column, column, m.values) / mu
+        for i in range(rows):
+            residual -= np.float64(buf[at.low + i * lanes + g]) ** 2
+        residual = max(residual, 0.0)
         inverse[g] = 1.0 / (residual + m.ridge)
         floats(m.factors)[factors + g] = residual * inverse[g]
     for i in range(rows):

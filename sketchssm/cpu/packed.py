@@ -14,12 +14,11 @@ CODES       codes of the residual (`sketchssm.cpu.residual`)         bytes
 SCALES      scales of its rows, then of its columns                  bfloat16
 ==========  =======================================================  ===============
 
-All slots share OMEGA, the bases with their columns on lanes, and PI, the projections by rows. Both are float32. A
-table holds the place of every part of every head. A head with a residual has no PENDING: it
-reads one effective query. Flushes advance the master copy (see `sketchssm.cpu.maps`).
+All slots share OMEGA, the bases with their columns on lanes, and for `lowrank` PI, the bases by rows. Both are
+float32. A table holds the place of every part of every head. A head with a residual has no PENDING: it reads one
+effective query. Flushes advance the master copy (see `sketchssm.cpu.maps`).
 
-For `lowrank` and `prior`, MAP holds the rows ``B - Pi Diag(w) L`` instead of B, so that L need not be stored. With
-z = Pi^T x,
+For `lowrank`, MAP holds the rows ``B - Pi Diag(w) L`` instead of B, so that L need not be stored. With z = Pi^T x,
 
     C x = w z + F (B^T x - L^T (w z)) = w z + F (B - Pi Diag(w) L)^T x.
 
@@ -33,7 +32,7 @@ part                     bytes                        contents
 SKETCH                   ``G V``                      columns of U or Q
 MAP                      ``p K``                      rows of the map
 FACTORS                  ``4 G``                      scales of the columns; of Q and B, of their products
-FACTORS, lowrank, prior  ``4 p``, ``4 G``, ``4 G p``  scales of the rows, w, F
+FACTORS, lowrank         ``4 p``, ``4 G``, ``4 G p``  scales of the rows, w, F
 =======================  ===========================  ==============================================
 """
 
@@ -54,7 +53,7 @@ from sketchssm.layer.formats import FORMATS
 from sketchssm.layer.recurrence import FULL_STATE, Layer
 from sketchssm.plans.plan import SketchPlan
 
-RIDGE, LOWRANK, PRIOR, SUBSPACE = (MAPS.index(name) for name in ("ridge", "lowrank", "prior", "subspace"))
+RIDGE, LOWRANK, SUBSPACE = map(MAPS.index, ("ridge", "lowrank", "subspace"))
 
 # Columns of the table: a head's rank, the number of its map's rows, its residual's bits, and where its parts begin.
 RANK, ROWS, BITS, SKETCH, MAP, MASTER, FACTORS, PENDING, CODES, SCALES, OMEGA, PI = range(12)
@@ -78,7 +77,7 @@ class Packing:
     table: (
         Array  # (heads, 12): a head's rank, the rows of its map, the bits of its residual, and where its parts begin
     )
-    omega: Array  # float32 bases and, in `pi`, projections of all heads
+    omega: Array  # float32 bases of all heads, and in `pi` by rows
     pi: Array
     runs: tuple[Run, ...]  # arrays of a slot
     settings: dict[str, float]  # fields of the record
@@ -131,7 +130,7 @@ def pack(plan: SketchPlan, dtype: str, tracked: bool) -> Packing:
         used[OMEGA] += across.size
         if plan.map.storage != "dense":
             along = np.zeros((rank, keys), dtype=np.float32)
-            along[:, : plan.layer.key_dim] = plan.projection[head, :, :rank].T
+            along[:, : plan.layer.key_dim] = plan.omega[head, :, :rank].T
             pi.append(along)
             used[PI] += along.size
     sizes = {name: int(used[column]) for name, column in (("packed", SKETCH), ("master", MASTER))}

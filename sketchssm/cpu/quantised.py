@@ -1,4 +1,4 @@
-"""Quantised states and quantised copies for reads: `sketchssm.reference.quantise` in float32.
+"""Quantised states, and copies for reads: `sketchssm.reference.quantise` in float32.
 
 Memory holds the values of the codes, not the codes: results are the same, and the byte model counts the codes.
 Quantising is a separate pass after a token, so times of these engines do not predict those of a fused kernel.
@@ -48,15 +48,15 @@ class QuantisedEngine(StandardEngine):
 
 
 class CopyEngine(ReplayEngine):
-    """Replay that reads a quantised copy of the state, of `bits` per element, between flushes."""
+    """Replay that reads a copy of the state between flushes: of so many bits, or projected ``(heads, K, K)``."""
 
     def __init__(
-        self, layer: Layer, num_slots: int, window: int, bits: int, options: EngineOptions = DEFAULTS
+        self, layer: Layer, num_slots: int, window: int, copy: int | Array, options: EngineOptions = DEFAULTS
     ) -> None:
         copies = (standard_parts(layer, "float32", 0)["state"][0]._replace(name="served"),)
         parts = window_parts(layer, window, sketch=copies)
         self._open(Memory(layer, num_slots, window, parts, options), full_states(layer), options)
-        self._grid = Grid.of(bits, zero=False)
+        self._form = Grid.of(copy, zero=False) if isinstance(copy, int) else copy.astype(np.float32)
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
         """See `sketchssm.heads.engine.Engine`."""
@@ -81,7 +81,12 @@ class CopyEngine(ReplayEngine):
         self._renew(slots)
 
     def _renew(self, slots: npt.NDArray[np.int64]) -> None:
-        _quantise(self._memory, self._grid, slots)
+        if isinstance(self._form, Grid):
+            _quantise(self._memory, self._form, slots)
+        else:
+            live = slots[slots >= 0]
+            values, keys = self.state.shape[2:]
+            self._memory.arrays["sketch"][live, :, :values, :keys] = self.state[live] @ self._form
 
 
 def _one_token(

@@ -21,12 +21,9 @@ from sketchssm.cpu.packed import (
     MAP,
     PENDING,
     PI,
-    PRIOR,
     RANK,
-    RIDGE,
     ROWS,
     SKETCH,
-    SUBSPACE,
     field,
 )
 from sketchssm.cpu.residual import read_residual
@@ -133,11 +130,11 @@ def _fetch(m: Record, slot: int, head: int, cursor: int) -> None:
 def _see(m: Record, at: Record, buf: Pointer, slot: int, head: int, spot: int) -> None:
     """Multiply the stored rows of a head's map by the decayed query and, if the layer erases, by the newest key.
 
-    For maps in factors, the results are ``Pi^T x`` of both vectors, then ``(B - Pi Diag(w) L)^T x`` of both.
+    For `lowrank`, the results are ``Pi^T x`` of both vectors, then ``(B - Pi Diag(w) L)^T x`` of both.
     """
     x = at.x + 2 * head * m.keys if m.channel_decays else at.inputs + 2 * (head // m.group) * m.keys
     vectors = 2 if m.erases else 1
-    if m.map != RIDGE and m.map != SUBSPACE:
+    if m.map == LOWRANK:
         dots(floats(m.pi), field(m, head, PI), m.keys, field(m, head, RANK), buf, x, m.keys, vectors, m.keys,
              buf, spot, m.columns)  # fmt: skip
         spot += 2 * m.columns
@@ -158,7 +155,7 @@ def _solve(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: in
     """
     rank, rows, erases = field(m, head, RANK), field(m, head, ROWS), m.erases
     scales = slot * m.factors_stride + field(m, head, FACTORS)
-    if m.map == LOWRANK or m.map == PRIOR:
+    if m.map == LOWRANK:
         factors = scales
         if m.sketch_type == INT8:
             factors += rank + rows

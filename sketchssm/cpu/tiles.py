@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 from sketchssm.cpu import llvm
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.llvm import INT32, LANES, VECTOR
-from sketchssm.cpu.simd import Pointer, splat, total
+from sketchssm.cpu.simd import Pointer, splat
 
 TILE_ROWS = 4
 """Rows of a tile of `accumulate`."""
@@ -134,12 +134,11 @@ def accumulate_tile_rows(
 def accumulate(
     c: Pointer, c0: int, c_row: int, rows: int, width: int, decay: Pointer, d0: int,
     w: Pointer, w0: int, w_step: int, w_row: int, x: Pointer, x0: int, x_step: int, depth: int,
-) -> float:  # fmt: skip
-    """``C[r, :width] = decay[:width] * C[r] + sum_s w[s, r] X[s]`` over `depth` rows of X; returns ``|C|_F^2``."""
-    squares = splat(np.float32(0.0))
+) -> None:  # fmt: skip
+    """``C[r, :width] = decay[:width] * C[r] + sum_s w[s, r] X[s]`` over `depth` rows of X."""
     r = 0
     while r + TILE_ROWS <= rows:
-        squares = squares + accumulate_tile_rows(
+        accumulate_tile_rows(
             c, c0 + r * c_row, c_row, width, decay, d0, w, w0 + r * w_row, w_step, w_row, x, x0, x_step, depth
         )
         r += TILE_ROWS
@@ -149,22 +148,14 @@ def accumulate(
         j = 0
         while j + 4 * LANES <= width:
             if taken == 2:
-                part = _accumulate_2x4(
-                    c, at + j, c_row, decay, d0 + j, w, weight, w_step, w_row, x, x0 + j, x_step, depth
-                )
+                _accumulate_2x4(c, at + j, c_row, decay, d0 + j, w, weight, w_step, w_row, x, x0 + j, x_step, depth)
             else:
-                part = _accumulate_1x4(
-                    c, at + j, c_row, decay, d0 + j, w, weight, w_step, w_row, x, x0 + j, x_step, depth
-                )
-            squares = squares + part
+                _accumulate_1x4(c, at + j, c_row, decay, d0 + j, w, weight, w_step, w_row, x, x0 + j, x_step, depth)
             j += 4 * LANES
         while j < width:
-            squares = squares + _accumulate_1x1(
-                c, at + j, c_row, decay, d0 + j, w, weight, w_step, w_row, x, x0 + j, x_step, depth
-            )
+            _accumulate_1x1(c, at + j, c_row, decay, d0 + j, w, weight, w_step, w_row, x, x0 + j, x_step, depth)
             j += LANES
         r += taken
-    return total(squares)
 
 
 def _tile_combine(chunks: int) -> Any:

@@ -8,8 +8,9 @@ from sketchssm.layer import slots
 TYPES = {"bfloat16": 0, "float16": 1, "float32": 2, "int8": 3}
 """Types of elements; int8 are codes of sketches."""
 
-MAPS = {"factors": 0, "dense": 1, "shared": 2, "subspace": 3}
-"""Storage of maps; "subspace" tells the flush kernel that sketches have a basis of their own, in dense storage."""
+MAPS = {"factors": 0, "dense": 1, "none": 2, "subspace": 3}
+"""Storage of maps; "none" if no head has a sketch. "subspace" tells the flush kernel that sketches have a basis of
+their own, in dense storage."""
 
 STEP, FOLD, LOAD, DRAFT = 0, 1, 2, 3
 """Modes of the flush kernel: a step's due rows; fold only; sketch only; rows that must fold before a draft."""

@@ -33,7 +33,7 @@ class PackedPlan:
     slot_elements: int  # of one slot's sketches
     dtype: str  # of these elements; bytes for codes
     projection: npt.NDArray[np.float32]
-    """Rows ``Pi^T (G, K)`` of all sketched heads, one after the other; none with the map `subspace`."""
+    """Rows ``Omega^T (G, K)`` of all sketched heads, one after the other; none with the map `subspace`."""
     basis: npt.NDArray[np.uint16]  # bases as matrix operands, in bf16 slices
     ridge: float
     constants: dict[str, int]  # of the map's kernels
@@ -89,7 +89,7 @@ def pack_plan(plan: SketchPlan, sketch_dtype: str) -> PackedPlan:
         heads[head] = rank, offset, bits if adapts else rows, fragments
         offset += -(-size // ALIGN) * (ALIGN // item)
         if not adapts:
-            projections.append(np.ascontiguousarray(plan.projection[head, :, :rank].T).reshape(-1))
+            projections.append(np.ascontiguousarray(plan.omega[head, :, :rank].T).reshape(-1))
             rows += projections[-1].size
         bases.append(basis_fragments(plan.omega[head, :, :rank], slices).reshape(-1))
         fragments += bases[-1].size // 4
@@ -106,7 +106,6 @@ def pack_plan(plan: SketchPlan, sketch_dtype: str) -> PackedPlan:
         {
             "MAP": MAPS[plan.map.storage],
             "PIVOTS": plan.map.pivots or 1,
-            "PRIOR": int(plan.map.name == "prior"),
             "SKETCH": TYPES[form.name],
         }
         | ({"RESIDUAL": sum({1 << int(bits) for bits in plan.residual_bits})} if plan.residual_bits.any() else {}),
@@ -117,6 +116,6 @@ def pack_plan(plan: SketchPlan, sketch_dtype: str) -> PackedPlan:
 def pack_full_state(layer: Layer) -> PackedPlan:
     """Lay out a layer whose heads all read full states: replay, which has no sketches."""
     heads, order = np.zeros((layer.heads, 4), dtype=np.int32), np.arange(layer.heads, dtype=np.int32)
-    constants = {"MAP": MAPS["shared"], "PIVOTS": 1, "PRIOR": 0, "SKETCH": 0}
+    constants = {"MAP": MAPS["none"], "PIVOTS": 1, "SKETCH": 0}
     nothing = np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.uint16)
     return PackedPlan(heads, order, layer.heads, 0, "bfloat16", *nothing, RIDGE_FLOOR, constants)

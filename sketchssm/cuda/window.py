@@ -66,12 +66,11 @@ class WindowEngine(DeviceEngine):
             "RANK_MAX": int(max(packed.heads[:, 0].max(), 1)),
             **packed.constants,
         }
-        prior = constants.pop("PRIOR")
         raw_keys = constants["ACT"] == TYPES["bfloat16"] and not layer.channel_decays  # RAW_KEYS in flush/config.cuh
         blocks = blocks_per_multiprocessor(layer, raw_keys, constants["MAP"] == MAPS["dense"])
         pace = read_pace(cupy.cuda.Device().attributes)
         monitor = {"MONITOR": self._options.monitor} if self._options.monitor else {}
-        read, flush = constants | monitor | {"PACE": pace}, constants | monitor | {"PRIOR": prior, "BLOCKS": blocks}
+        read, flush = constants | monitor | {"PACE": pace}, constants | monitor | {"BLOCKS": blocks}
         if not packed.adapts:
             return [Variant("read", read), Variant("flush", flush)]
         flush["MAP"] = MAPS["subspace"]

@@ -34,9 +34,7 @@ class MapForm(NamedTuple):
 
     storage: str
     """What each state stores beside its sketch. "dense": the matrix C ``(G, K)``; "factors": the factors of C, P rows
-    of K and ``G P + G`` numbers; "shared": nothing, because one matrix ``(G, K)`` per head serves all states."""
-    weighted: bool
-    """Whether the map reads through the E0-orthonormal basis and its projection ``E0 Omega``."""
+    of K and ``G P + G`` numbers."""
     ridge: float | None
     """Default regularisation, relative to the mean diagonal of the state metric. None: the map has no ridge."""
     pivots: int | None
@@ -44,13 +42,11 @@ class MapForm(NamedTuple):
 
 
 FORMS = {
-    "ridge": MapForm("dense", False, 0.001, None),
-    "lowrank": MapForm("factors", False, 0.1, 4),
-    "prior": MapForm("factors", True, 0.001, 4),
-    "offline": MapForm("shared", True, None, None),
-    "subspace": MapForm("dense", False, None, None),
+    "ridge": MapForm("dense", 0.001, None),
+    "lowrank": MapForm("factors", 0.1, 4),
+    "subspace": MapForm("dense", None, None),
 }
-"""Every coefficient map. The default ridges are the paper's for `lowrank`, and measured on real traces for others."""
+"""Every coefficient map. The default ridges are the paper's for `lowrank`, and measured on real traces for `ridge`."""
 
 MAPS = tuple(FORMS)
 
@@ -67,13 +63,13 @@ class CoefficientMap:
 
     Parameters
     ----------
-    name : {"ridge", "lowrank", "prior", "offline", "subspace"}, default "ridge"
+    name : {"ridge", "lowrank", "subspace"}, default "ridge"
         Which map; `sketchssm.reference.maps` has the equations.
     pivots : int, optional
-        Pivot count P of `lowrank` and `prior`, 4 by default. None for the other maps.
+        Pivot count P of `lowrank`, 4 by default. None for the other maps.
     ridge : float, optional
-        Regularisation of `ridge`, `lowrank` and `prior` relative to the mean diagonal of the state metric; the
-        default is in `FORMS`. None for the other maps.
+        Regularisation of `ridge` and `lowrank` relative to the mean diagonal of the state metric; the default is in
+        `FORMS`. None for `subspace`.
 
     Raises
     ------
@@ -122,13 +118,8 @@ class CoefficientMap:
 
     @property
     def storage(self) -> str:
-        """What each state stores beside its sketch: "dense", "factors" or "shared"; see `MapForm`."""
+        """What each state stores beside its sketch: "dense" or "factors"; see `MapForm`."""
         return self.form.storage
-
-    @property
-    def weighted(self) -> bool:
-        """Whether the map reads through the E0-orthonormal basis and its projection ``E0 Omega``."""
-        return self.form.weighted
 
     @property
     def effective_ridge(self) -> float:
@@ -136,7 +127,7 @@ class CoefficientMap:
         return max(self.ridge or 0.0, RIDGE_FLOOR)
 
     def rows(self, rank: npt.ArrayLike) -> npt.NDArray[Any]:
-        """Rows of K elements that one state stores: G of a dense map, ``min(G, P)`` of factors, else none.
+        """Rows of K elements that one state stores: G of a dense map, ``min(G, P)`` of factors.
 
         Parameters
         ----------
@@ -149,9 +140,7 @@ class CoefficientMap:
             Row counts, in the shape of `rank`.
         """
         g = np.asarray(rank)
-        if self.storage == "dense":
-            return g
-        return np.zeros_like(g) if self.pivots is None else np.minimum(g, self.pivots)
+        return g if self.pivots is None else np.minimum(g, self.pivots)
 
     def elements(self, rank: npt.ArrayLike, key_dim: int) -> npt.NDArray[Any]:
         """Elements that one state stores beside its sketch.

@@ -17,8 +17,8 @@ from sketchssm.plans.files import FileFormat, Stored, format_of
 from sketchssm.plans.plan import FORMAT as PLAN_FORMAT
 from sketchssm.plans.plan import PlanFileError, SketchPlan, total_reduction
 
-FORMAT = FileFormat("sketchssm-model-plans", PLAN_FORMAT.version, (), PlanFileError)
-"""The version is that of the plans. A tensor has the name of its layer, a dot, and its name in the plan."""
+FORMAT = FileFormat("sketchssm-model-plans", PLAN_FORMAT.version, (), PlanFileError, older=PLAN_FORMAT.older)
+"""The versions are those of the plans. A tensor has the name of its layer, a dot, and its name in the plan."""
 
 
 class LayerFingerprint(NamedTuple):
@@ -183,7 +183,8 @@ class ModelPlans(Stored, Mapping[str, SketchPlan]):
     @classmethod
     def _build(cls, tensors: dict[str, npt.NDArray[Any]], model: Any, layers: Any, allocation: Any) -> ModelPlans:
         expected = [f"{name}.{tensor}" for name in layers for tensor in PLAN_FORMAT.tensors]
-        if sorted(expected) != sorted(tensors):
+        older = {f"{name}.projection" for name in layers}
+        if set(tensors) - older != set(expected):
             raise ValueError(f"expected the tensors {', '.join(expected)}, got {', '.join(tensors)}")
         plans, identities = {}, {}
         for name, entry in layers.items():

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.layer.checks import as_array
-from sketchssm.layer.coefficients import DEFAULT_MAP, RIDGE_FLOOR, CoefficientMap
+from sketchssm.layer.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS, SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, Layer, check_window
 from sketchssm.layer.residual import RESIDUAL_BITS
@@ -39,16 +39,7 @@ class PlanFileError(FileFormatError):
     """A plan file that can't be used: damaged, not a plan, of another version, or inconsistent."""
 
 
-FORMAT = FileFormat(
-    "sketchssm-plan",
-    4,
-    ("omega", "projection", "ranks"),
-    PlanFileError,
-    older={
-        3: {"residual_bits": 0},
-        2: {"residual_bits": 0, "sketch_dtype": "bfloat16", "wide": None, "flush_every": None},
-    },
-)
+FORMAT = FileFormat("sketchssm-plan", 5, ("omega", "ranks"), PlanFileError, older=(4,))
 
 
 class SketchPlan(Stored):
@@ -62,7 +53,7 @@ class SketchPlan(Stored):
         Rank of each head; `FULL_STATE` for a head that reads its full state.
     window : int, optional
         Tokens of a window (W), from one flush to the next. Default: the basis's window.
-    map : CoefficientMap or {"ridge", "lowrank", "prior", "offline", "subspace"}, default "ridge"
+    map : CoefficientMap or {"ridge", "lowrank", "subspace"}, default "ridge"
         Coefficient map; a name stands for the map with its default parameters.
     sketch_dtype : {"float32", "bfloat16", "int8"}, optional
         Format in which sketches and maps are stored, see `sketchssm.layer.formats`. Default: the format of `ranks` if
@@ -79,10 +70,7 @@ class SketchPlan(Stored):
     ranks : ndarray of int64, (heads,)
         Rank per head; `FULL_STATE` for a head that reads its full state.
     omega : ndarray of float32, (heads, K, rank_max)
-        Sketch basis: a head of rank G uses its first G columns. Orthonormal columns, or E0-orthonormal ones for
-        `prior` and `offline`.
-    projection : ndarray of float32, (heads, K, rank_max)
-        The map's shared projection Pi: `omega` itself, or ``E0 omega``.
+        Sketch basis, with orthonormal columns: a head of rank G uses its first G.
     map : CoefficientMap
         As given, with all parameters.
     residual_bits : ndarray of int64, (heads,)
@@ -105,7 +93,7 @@ class SketchPlan(Stored):
         sketch_dtype: str | None = None,
         residual_bits: npt.ArrayLike | None = None,
     ) -> None:
-        if not hasattr(basis, "columns"):
+        if not hasattr(basis, "rank_max"):
             raise TypeError(f"basis: expected a SketchBasis, got {type(basis).__name__}")
         if sketch_dtype is None:
             sketch_dtype = getattr(ranks, "sketch_dtype", DEFAULT_FORMAT)
@@ -115,11 +103,9 @@ class SketchPlan(Stored):
         used = int(table.max(initial=1)) if table.dtype.kind in "iu" else 1
         if used > basis.rank_max:
             raise ValueError(f"ranks: expected at most the basis's rank_max={basis.rank_max}, got {used}")
-        map = CoefficientMap.of(map)
-        omega, projection = basis.columns(used, weighted=map.weighted)
-        tensors = {"omega": omega, "projection": projection, "ranks": table}
+        tensors = {"omega": basis.omega[..., :used], "ranks": table}
         window = basis.window if window is None else window
-        self._fill(basis.layer, tensors, window, map, sketch_dtype, residual_bits)
+        self._fill(basis.layer, tensors, window, CoefficientMap.of(map), sketch_dtype, residual_bits)
 
     def _fill(
         self,
@@ -128,13 +114,11 @@ class SketchPlan(Stored):
         window: int,
         map: CoefficientMap,
         sketch_dtype: str,
-        residual_bits: npt.ArrayLike = 0,
+        residual_bits: npt.ArrayLike,
     ) -> None:
         """Check and set every field, of a new plan and of a loaded one."""
         self.window = check_window(window)
-        self.omega, self.projection = (_columns(layer, name, tensors[name]) for name in ("omega", "projection"))
-        if self.omega.shape != self.projection.shape:
-            raise ValueError(f"projection: expected omega's shape {self.omega.shape}, got {self.projection.shape}")
+        self.omega = _columns(layer, tensors["omega"])
         ranks = tensors["ranks"]
         if ranks.shape != (layer.heads,) or ranks.dtype.kind not in "iu":
             raise ValueError(f"ranks: expected {layer.heads} integers, got shape {ranks.shape} of {ranks.dtype}")
@@ -185,15 +169,12 @@ class SketchPlan(Stored):
 
     def _contents(self) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
         """Tensors and fields of the file."""
-        tensors = {name: getattr(self, name) for name in ("omega", "projection", "ranks")}
-        return tensors, {
+        return {"omega": self.omega, "ranks": self.ranks}, {
             "layer": asdict(self.layer),
             "window": self.window,
-            "flush_every": self.window,  # this and `wide` are constants, which keep fingerprints as they were
             "map": asdict(self.map),
             "sketch_dtype": self.sketch_dtype,
             "residual_bits": self.residual_bits.tolist(),
-            "wide": None,
         }
 
     def shard(self, rank: int, world: int) -> SketchPlan:
@@ -220,12 +201,10 @@ class SketchPlan(Stored):
         """
         heads, _ = self.layer.shard_heads(rank, world)
         ranks = self.ranks[heads]
-        columns = max(int(ranks.max()), 1)
-        tensors = {name: getattr(self, name)[heads, :, :columns].copy() for name in ("omega", "projection")}
+        tensors: dict[str, Any] = {"omega": self.omega[heads, :, : max(int(ranks.max()), 1)].copy(), "ranks": ranks}
         shard = SketchPlan.__new__(SketchPlan)
         layer = self.layer.shard(rank, world)
-        bits = self.residual_bits[heads]
-        shard._fill(layer, tensors | {"ranks": ranks}, self.window, self.map, self.sketch_dtype, bits)
+        shard._fill(layer, tensors, self.window, self.map, self.sketch_dtype, self.residual_bits[heads])
         return shard
 
     def __repr__(self) -> str:
@@ -251,20 +230,17 @@ class SketchPlan(Stored):
         map: Any,
         sketch_dtype: Any,
         residual_bits: Any,
-        wide: Any,
-        flush_every: Any,
+        wide: Any = None,  # this and the next are of version 4
+        flush_every: Any = None,
     ) -> SketchPlan:
         for name, value, expected in (
             ("flush_every", flush_every, (None, check_window(window))),
             ("sketch_dtype", sketch_dtype, FORMATS),
+            ("map", map["name"], MAPS),
             ("wide", wide, (None,)),
         ):
             if value not in expected:
-                raise ValueError(
-                    f"{name}: this version does not have {value!r}; make the plan anew, such as with int8"
-                )
-        if map["name"] == "exact":  # the same map by its name of earlier versions
-            map = {"name": "ridge", "pivots": None, "ridge": RIDGE_FLOOR}
+                raise ValueError(f"{name}: this version does not have {value!r}; calibrate again")
         plan, full = cls.__new__(cls), CoefficientMap(**map)
         if asdict(full) != map:
             raise ValueError(f"map: expected all parameters of {full}, got {map}")
@@ -297,14 +273,14 @@ def _bits(given: npt.ArrayLike, ranks: npt.NDArray[np.int64], map: CoefficientMa
     return bits.astype(np.int64)
 
 
-def _columns(layer: Layer, name: str, array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """Columns ``(heads, K, rank_max)`` of a plan, checked, in float32."""
+def _columns(layer: Layer, array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """A basis ``(heads, K, rank_max)``, checked, in float32."""
     if array.ndim != 3 or array.shape[:2] != (layer.heads, layer.key_dim) or array.shape[2] == 0:
-        raise ValueError(f"{name}: expected shape ({layer.heads}, {layer.key_dim}, rank_max), got {array.shape}")
+        raise ValueError(f"omega: expected shape ({layer.heads}, {layer.key_dim}, rank_max), got {array.shape}")
     if array.dtype.kind != "f":
-        raise ValueError(f"{name}: expected floating-point numbers, got dtype {array.dtype}")
+        raise ValueError(f"omega: expected floating-point numbers, got dtype {array.dtype}")
     with np.errstate(over="ignore"):  # beyond float32 becomes infinite, which is refused
         columns = np.ascontiguousarray(array, dtype=np.float32)
     if not np.isfinite(columns).all():
-        raise ValueError(f"{name}: expected finite numbers, got NaN or infinity")
+        raise ValueError("omega: expected finite numbers, got NaN or infinity")
     return columns

@@ -1,10 +1,9 @@
 """The byte model: state-memory traffic per head and decoded token (appendix *State Memory Traffic Reduction*).
 
 Every function counts the bytes of state, sketch and map that one head of one sequence reads and writes per token,
-averaged over the tokens of a window. A full state is ``D = 4 K V`` bytes in float32, and half of that
-in 16 bits. As in the paper, three things are not counted: ring buffers, writes of sketches and maps, and the bases and
-projections that all sequences share. Every function refuses
-unknown kinds, maps and types, and numbers out of range, with a ValueError.
+averaged over the tokens of a window. A full state is ``D = 4 K V`` bytes in float32, and half of that in 16 bits. As
+in the paper, three things are not counted: ring buffers, writes of sketches and maps, and the bases that all sequences
+share. Every function refuses unknown kinds, maps and types, and numbers out of range, with a ValueError.
 """
 
 from __future__ import annotations

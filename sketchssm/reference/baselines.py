@@ -1,4 +1,4 @@
-"""Baselines with separate arithmetic, in float64: quantised states, and quantised copies for reads."""
+"""Baselines with separate arithmetic, in float64: quantised states, and copies for reads."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ class QuantisedEngine(StandardEngine):
 
 
 class CopyEngine(ReplayEngine):
-    """Replay that reads a quantised copy of the state between flushes."""
+    """Replay that reads a copy of the state between flushes: quantised, or projected ``(heads, K, K)``."""
 
     def __init__(
-        self, layer: Layer, num_slots: int, window: int, bits: int, options: EngineOptions = DEFAULTS
+        self, layer: Layer, num_slots: int, window: int, copy: int | Array, options: EngineOptions = DEFAULTS
     ) -> None:
         super().__init__(layer, num_slots, window, options)
-        self.bits = bits
+        self._form = copy
         self._copy = np.zeros_like(self.state)
 
     def _begin(self, slot: int, word: int) -> None:
         super()._begin(slot, word)
-        self._copy[slot] = round_trip(self.state[slot], self.bits, zero=False)
+        state, form = self.state[slot], self._form
+        self._copy[slot] = round_trip(state, form, zero=False) if isinstance(form, int) else state @ form
 
     def _read(self, slot: int, queries: Array) -> Array:
         return np.einsum("hvk,hk->hv", self._copy[slot], queries)

@@ -59,15 +59,14 @@ def split_form(state: Array, omega: Array, ridge: float) -> tuple[Array, Array]:
     return q, np.linalg.solve(lower, sketch.swapaxes(-1, -2) @ state.swapaxes(-1, -2)) / mu
 
 
-def sketched_read(form: SketchFormat, map: CoefficientMap, state: Array, omega: Array, projection: Array) -> Array:
+def sketched_read(form: SketchFormat, map: CoefficientMap, state: Array, omega: Array) -> Array:
     """The matrix ``(..., V, K)`` of a state read, ``U C`` or ``Q B``, with the rounding of a format.
 
     The read of an effective query x is the product of the matrix with x. `state (..., K, V)` are states of one head,
-    `omega` and `projection (K, G)` as in `sketchssm.reference.maps.coefficient_map`. float32 and bfloat16 are not
-    rounded: they stay float64.
+    `omega (K, G)` is its sketch basis. float32 and bfloat16 are not rounded: they stay float64.
     """
     if map.name == "subspace":
-        basis = maps.coefficient_map(map, state, omega, projection)
+        basis = maps.coefficient_map(map, state, omega)
         image = basis @ state
         return image.swapaxes(-1, -2) @ basis if form.top is None else _product(image, basis, form.top)
     if form.top is not None and form.splits(map):
@@ -75,11 +74,9 @@ def sketched_read(form: SketchFormat, map: CoefficientMap, state: Array, omega: 
         return _product(columns.swapaxes(-1, -2), rows, form.top)
     sketch = stored(form, (state.swapaxes(-1, -2) @ omega).swapaxes(-1, -2)).swapaxes(-1, -2)
     if not form.scaled:
-        return sketch @ maps.coefficient_map(map, state, omega, projection)
-    if map.storage == "shared":
-        return sketch @ projection.T
-    factors = maps.map_factors(map, state, omega, projection)
-    shared = factors.w[..., :, None] * projection.T
+        return sketch @ maps.coefficient_map(map, state, omega)
+    factors = maps.lowrank_factors(state, omega, map.pivots or 1, map.effective_ridge)
+    shared = factors.w[..., :, None] * omega.T
     rows = factors.b.swapaxes(-1, -2) - factors.l.swapaxes(-1, -2) @ shared  # B - Pi Diag(w) L, by rows
     return sketch @ (shared + factors.f @ stored(form, rows))
 

@@ -315,9 +315,9 @@ class SketchEngine(ReplayEngine):
         outputs = super()._read(slot, queries)
         for head, rank in enumerate(self.plan.ranks):
             if rank != FULL_STATE:
-                omega, pi = (x[head, :, :rank].astype(np.float64) for x in (self.plan.omega, self.plan.projection))
+                omega = self.plan.omega[head, :, :rank].astype(np.float64)
                 state, bits = self.state[slot, head].T, int(self.plan.residual_bits[head])
-                matrix = residual_read(self._form, self.plan.map, state, omega, pi, bits=bits)
+                matrix = residual_read(self._form, self.plan.map, state, omega, bits=bits)
                 outputs[head] = matrix @ queries[head]
         return outputs
 

@@ -9,24 +9,20 @@ map        C                                                                    
 =========  ==========================================================================  ==================
 ridge      ``(Omega^T H Omega + ridge I)^-1 Omega^T H``                                *pivot-ridge*
 lowrank    the same with ``H ~ B B^T + Diag(d)``: projection on p pivots, diagonal     *pivot-metric*
-prior      the same with ``H ~ B B^T + a E0``: the energy that the pivots miss is      (ours)
-           distributed as in calibration
-offline    ``(Omega^T E0 Omega)^-1 Omega^T E0``, the same for every state              section 4.1
 subspace   ``B^T``, of a basis B adapted to the state, with the sketch ``S^T B``       (ours)
 =========  ==========================================================================  ==================
 
 As the ridge goes to zero, `ridge` goes to the least-squares map ``pinv(U) S^T`` (`exact_map`, equation *m-coeff*).
 
-`lowrank` and `prior` share one form and are kept as factors. With a diagonal residual ``delta`` (``d``, or ``a`` for
-every column) and a shared projection ``Pi`` (``Omega``, or ``E0 Omega`` if ``Omega^T E0 Omega = I``),
+`lowrank` is kept as factors. With the diagonal residual ``delta`` of ``Omega^T H Omega``,
 
-    C = (L L^T + Diag(delta + ridge))^-1 (L B^T + Diag(delta) Pi^T),    B = S Q / sqrt(mu),  L = Omega^T B,
+    C = (L L^T + Diag(delta + ridge))^-1 (L B^T + Diag(delta) Omega^T),    B = S Q / sqrt(mu),  L = Omega^T B,
 
-and by the Woodbury identity, with ``z = Pi^T x`` and ``w = delta / (delta + ridge)``,
+and by the Woodbury identity, with ``z = Omega^T x`` and ``w = delta / (delta + ridge)``,
 
     C x = w z + F (B^T x - L^T (w z)),    F = D^-1 L (I + L^T D^-1 L)^-1,  D = Diag(delta + ridge).
 
-A state then stores ``B (K, p)``, ``F`` and ``L (G, p)`` and ``w (G)`` beside its sketch; ``Pi`` is stored per head.
+A state then stores ``B (K, p)``, ``F`` and ``L (G, p)`` and ``w (G)`` beside its sketch.
 
 `subspace` is a step of subspace iteration (Halko, Martinsson and Tropp, *Finding structure with randomness*, SIAM
 Review 53, 2011, algorithm 4.4) from Omega: B is an orthonormal basis of ``S S^T Omega``. The read ``S^T B B^T x`` is
@@ -51,48 +47,37 @@ digit."""
 class MapFactors(NamedTuple):
     """A coefficient map in Woodbury form; the module docstring has the equations.
 
-    ``b (..., K, p)``, ``f (..., G, p)``, ``l (..., G, p)``, ``w (..., G)`` per state, ``pi (K, G)`` per head.
+    ``b (..., K, p)``, ``f (..., G, p)``, ``l (..., G, p)``, ``w (..., G)`` per state, ``omega (K, G)`` per head.
     """
 
     b: Array
     f: Array
     l: Array  # noqa: E741  the paper's letter
     w: Array
-    pi: Array
+    omega: Array
 
     def apply(self, x: Array) -> Array:
         """Coefficients ``C x`` ``(..., G)`` of effective queries ``(..., K)``, without forming C."""
-        wz = self.w * (x @ self.pi)
+        wz = self.w * (x @ self.omega)
         seen = np.einsum("...kp,...k->...p", self.b, x) - np.einsum("...gp,...g->...p", self.l, wz)
         return wz + np.einsum("...gp,...p->...g", self.f, seen)
 
     def dense(self) -> Array:
         """The same map as a matrix ``(..., G, K)``."""
-        wpi = self.w[..., :, None] * self.pi.T
-        return wpi + self.f @ (self.b.swapaxes(-1, -2) - self.l.swapaxes(-1, -2) @ wpi)
+        shared = self.w[..., :, None] * self.omega.T
+        return shared + self.f @ (self.b.swapaxes(-1, -2) - self.l.swapaxes(-1, -2) @ shared)
 
 
-def coefficient_map(map: CoefficientMap, state: Array, omega: Array, projection: Array) -> Array:
+def coefficient_map(map: CoefficientMap, state: Array, omega: Array) -> Array:
     """Coefficient maps ``(..., G, K)`` of many states ``(..., K, V)`` of one head, as matrices.
 
-    `omega` and `projection (K, G)` are the sketch basis and the shared projection Pi, in the form that the map reads
-    through. For `subspace` the matrix belongs to a sketch through its own rows instead of `omega`.
+    `omega (K, G)` is the sketch basis. For `subspace` the matrix belongs to a sketch through its own rows instead.
     """
     if map.name == "subspace":
         return subspace(state, omega).swapaxes(-1, -2)
     if map.storage == "dense":
         return ridge_map(state, omega, map.effective_ridge)
-    if map.storage == "factors":
-        return map_factors(map, state, omega, projection).dense()
-    return np.broadcast_to(projection.T, (*state.shape[:-2], *projection.T.shape))
-
-
-def map_factors(map: CoefficientMap, state: Array, omega: Array, projection: Array) -> MapFactors:
-    """Factors of `lowrank` and `prior`; arguments as of `coefficient_map`."""
-    pivots, ridge = map.pivots or 1, map.effective_ridge
-    if map.name == "lowrank":
-        return lowrank_factors(state, omega, pivots, ridge)
-    return prior_factors(state, omega, projection, pivots, ridge)
+    return lowrank_factors(state, omega, map.pivots or 1, map.effective_ridge).dense()
 
 
 def state_scale(state: Array) -> Array:
@@ -130,12 +115,6 @@ def ridge_map(state: Array, omega: Array, ridge: float) -> Array:
     return np.linalg.solve(gram + max(ridge, RIDGE_FLOOR) * np.eye(omega.shape[-1]), cross)
 
 
-def offline_map(omega: Array, e0: Array) -> Array:
-    """Map of the mean state metric, ``(Omega^T E0 Omega)^+ Omega^T E0`` ``(G, K)``, for any basis (section 4.1)."""
-    cross = omega.swapaxes(-1, -2) @ e0
-    return np.linalg.pinv(cross @ omega, hermitian=True) @ cross
-
-
 def pivot_basis(sketch: Array, pivots: int) -> Array:
     """Orthonormal basis ``(..., V, p)`` of the first ``p = min(G, P)`` sketch columns, by Gram-Schmidt done twice.
 
@@ -155,44 +134,19 @@ def pivot_basis(sketch: Array, pivots: int) -> Array:
 
 
 def lowrank_factors(state: Array, omega: Array, pivots: int, ridge: float) -> MapFactors:
-    """The paper's low-rank-plus-diagonal map (appendix *pivot-coeff*), factors with ``Pi = Omega``.
+    """The paper's low-rank-plus-diagonal map (appendix *pivot-coeff*).
 
     `state (..., K, V)` is the state at the window's start, `omega (K, G)` an orthonormal basis. The ridge is relative
     to the metric's mean diagonal.
     """
     sketch = state.swapaxes(-1, -2) @ omega
     mu = state_scale(state)
-    b, low = _pivot_factors(state, sketch, omega, pivots, mu)
+    scale, q = np.sqrt(mu)[..., None, None], pivot_basis(sketch, pivots)
+    b, low = state @ q / scale, sketch.swapaxes(-1, -2) @ q / scale  # equation pivot-low-rank-factor
     energy = np.square(sketch).sum(axis=-2) / mu[..., None]
     residual = np.maximum(energy - np.square(low).sum(axis=-1), 0.0)
-    return _woodbury(b, low, residual, ridge, omega)
-
-
-def prior_factors(state: Array, omega: Array, projection: Array, pivots: int, ridge: float) -> MapFactors:
-    """Map with the calibrated metric instead of the diagonal: ``H ~ B B^T + a E0``; factors with ``Pi = E0 Omega``.
-
-    ``a = 1 - |B|_F^2 / K`` is the share of the state's energy that the pivots miss. E0 has trace K.
-    `state (..., K, V)` is the state at the window's start, `omega (K, G)` E0-orthonormal (``Omega^T E0 Omega = I``),
-    `projection (K, G)` is ``E0 Omega``. The ridge regularises the coefficients in the E0-orthonormal basis.
-    """
-    sketch = state.swapaxes(-1, -2) @ omega
-    b, low = _pivot_factors(state, sketch, omega, pivots, state_scale(state))
-    missed = np.maximum(1.0 - np.square(b).sum(axis=(-1, -2)) / state.shape[-2], 0.0)
-    residual = np.broadcast_to(missed[..., None], low.shape[:-1])
-    return _woodbury(b, low, residual, ridge, projection)
-
-
-def _pivot_factors(state: Array, sketch: Array, omega: Array, pivots: int, mu: Array) -> tuple[Array, Array]:
-    """``B = S Q / sqrt(mu)`` and ``L = Omega^T B = U^T Q / sqrt(mu)`` (equation *pivot-low-rank-factor*)."""
-    scale = np.sqrt(mu)[..., None, None]
-    q = pivot_basis(sketch, pivots)
-    return state @ q / scale, sketch.swapaxes(-1, -2) @ q / scale
-
-
-def _woodbury(b: Array, low: Array, residual: Array, ridge: float, pi: Array) -> MapFactors:
-    """Factors of ``(L L^T + Diag(delta + ridge))^-1 (L B^T + Diag(delta) Pi^T)`` (equation *pivot-woodbury*)."""
     diagonal = residual + max(ridge, RIDGE_FLOOR)
     scaled = low / diagonal[..., None]
-    small = np.eye(low.shape[-1]) + low.swapaxes(-1, -2) @ scaled
+    small = np.eye(low.shape[-1]) + low.swapaxes(-1, -2) @ scaled  # equation pivot-woodbury
     f = np.linalg.solve(small, scaled.swapaxes(-1, -2)).swapaxes(-1, -2)
-    return MapFactors(b, f, low, residual / diagonal, pi)
+    return MapFactors(b, f, low, residual / diagonal, omega)

@@ -48,14 +48,12 @@ def encode_residual(residual: Array, bits: int) -> Residual:
     return Residual(np.clip(codes, -half, half - 1), rows, columns)
 
 
-def residual_read(
-    form: SketchFormat, map: CoefficientMap, state: Array, omega: Array, projection: Array, *, bits: int
-) -> Array:
+def residual_read(form: SketchFormat, map: CoefficientMap, state: Array, omega: Array, *, bits: int) -> Array:
     """The matrix ``(..., V, K)`` of a state read through a sketch and a residual of some bits, 0 for the sketch alone.
 
     The read of an effective query x is its product with x; arguments as of `sketchssm.reference.codes.sketched_read`.
     """
-    low = sketched_read(form, map, state, omega, projection)
+    low = sketched_read(form, map, state, omega)
     if not bits:
         return low
     return low + encode_residual(state.swapaxes(-1, -2) - low, bits).matrix

@@ -28,8 +28,7 @@ def import_calibration(
     """Read a calibration that the paper's authors published for a model.
 
     The file has one basis for the value heads of each group, and for every head the sums of the paired score at each
-    rank. It has no metric of the states, so plans can't have the maps "prior" and "offline", and no errors without
-    gradients: the retained energies of its plans are shares of the paired score.
+    rank. It has no errors without gradients: the retained energies of its plans are shares of the paired score.
 
     Parameters
     ----------
@@ -88,7 +87,7 @@ def _layers(contents: Any, layers: dict[str, Layer], most: int) -> dict[str, Lay
             raise ValueError(f"layer {name}: expected kind, K, V and heads {want}, got {got} in {groups} groups")
         frames = orthonormal(omega[place].swapaxes(-1, -2)[..., :rank])[0]
         columns = np.repeat(frames, layer.heads // groups, axis=0).astype(np.float32)
-        basis = StoredBasis(layer, int(geometry["window"]), columns, None, None)
+        basis = StoredBasis(layer, int(geometry["window"]), columns)
         paired = sums[place, :, : rank + 1].copy()
         settings = {"window": basis.window, "rank_max": rank, "weighting": "gradient"}
         scores = scores_of_sums(

@@ -24,7 +24,7 @@ STORED = {"bfloat16": 1.2e-2, "float32": 1e-4}
 # The kernels compute U and S U with 11 bits of the state and 8 of the basis, so a part of their codes is the neighbour
 # of the reference's: 1 / 127 of the largest number. Measured on the host: up to 8.5e-3.
 STORED["int8"] = 1.2e-2
-RIDGE = {"lowrank": 0.1, "prior": 0.01, "ridge": 0.001, "offline": 0.0}
+RIDGE = {"lowrank": 0.1, "ridge": 0.001}
 
 
 def thorough(*cases):
@@ -90,22 +90,12 @@ def tokens_to_device(tokens, activation, gate=None):
 
 
 def make_plan(layer, ranks, rng, map="lowrank", pivots=None, ridge=0.1, window=16, sketch_dtype="bfloat16"):
-    """A plan with random bases; E0-orthonormal ones with a decaying metric for the maps that want them."""
+    """A plan with random bases."""
     ranks = np.asarray(ranks)
-    width = max(int(ranks.max()), 1)
-    map = map_of(map, pivots, ridge)
-    weighted = map.weighted
-    omega, projection = np.empty((2, layer.heads, layer.key_dim, width))
-    for head in range(layer.heads):
-        axes = np.linalg.qr(rng.standard_normal((layer.key_dim, layer.key_dim)))[0]
-        spectrum = np.exp(-np.arange(layer.key_dim) / 16)
-        spectrum *= layer.key_dim / spectrum.sum()
-        omega[head] = axes[:, :width]
-        if weighted:
-            omega[head] /= np.sqrt(spectrum[:width])
-        projection[head] = (axes * spectrum) @ axes.T @ omega[head] if weighted else omega[head]
+    draw = rng.standard_normal((layer.heads, layer.key_dim, layer.key_dim))
+    omega = np.linalg.qr(draw)[0][:, :, : max(int(ranks.max()), 1)]
     plan = SketchPlan.__new__(SketchPlan)
-    plan._fill(layer, {"omega": omega, "projection": projection, "ranks": ranks}, window, map, sketch_dtype)
+    plan._fill(layer, {"omega": omega, "ranks": ranks}, window, map_of(map, pivots, ridge), sketch_dtype, 0)
     return plan
 
 

@@ -9,7 +9,7 @@ from sketchssm.calibrate.traces import SHIPPED, Traces
 
 pytestmark = pytest.mark.gpu
 
-FORMS = ("ridge bfloat16 8", "ridge int8 8", "prior int8 8")
+FORMS = ("ridge bfloat16 8", "ridge int8 8", "lowrank int8 8")
 
 
 @pytest.mark.parametrize("kind", SHIPPED)

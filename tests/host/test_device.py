@@ -281,11 +281,11 @@ def test_sanitizers_see(place, report):
 @pytest.mark.thorough
 @pytest.mark.parametrize("order", [0], indirect=True)
 def test_kernels_under_sanitizers():
-    """Parts of tests/test_cuda_host.py: together all kinds, all files of cuda_src/, three maps, small shapes."""
+    """Parts of tests/test_cuda_host.py: together all kinds, files of cuda_src/ and forms of maps, in small shapes."""
     tests = (
         *("standard[host-float32-float32-gdn]", "standard[host-float32-float32-kda-64-bounded]"),
-        *("replay[host-gdn-96-8-float16-float32]", "sketch[host-mamba2-80-prior-float32-float32]"),
-        *("sketch[host-gdn-96-offline-float32-float32]", "sketch[host-kda-ridge-bfloat16-float32]"),
+        *("replay[host-gdn-96-8-float16-float32]", "sketch[host-mamba2-80-lowrank-float32-float32]"),
+        *("sketch[host-gdn-96-ridge-float32-float32]", "sketch[host-kda-ridge-bfloat16-float32]"),
     )
     suite = HERE.parent / "test_cuda_host.py"
     options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", *(f"{suite}::test_{test}" for test in tests))

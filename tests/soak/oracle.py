@@ -68,10 +68,9 @@ class Oracle:
         missed = [self._nothing.copy() if len(self.sketched) else self._nothing for _ in states]
         for head in self.sketched:
             plan, rank = self.plan, int(self.plan.ranks[head])
-            omega, projection = (x[head, :, :rank].astype(np.float64) for x in (plan.omega, plan.projection))
-            form = SketchFormat.of(plan.sketch_dtype)
+            omega, form = plan.omega[head, :, :rank].astype(np.float64), SketchFormat.of(plan.sketch_dtype)
             bits = int(plan.residual_bits[head])
-            read = residual_read(form, plan.map, states[:, head], omega, projection, bits=bits)
+            read = residual_read(form, plan.map, states[:, head], omega, bits=bits)
             for one, error in zip(missed, read - states[:, head].swapaxes(-1, -2), strict=True):
                 one[head] = error
         return missed

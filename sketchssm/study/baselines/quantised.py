@@ -1,10 +1,15 @@
-"""Quantised states (DSQ of Q-Mamba), and quantised copies for reads alone."""
+"""Quantised states (DSQ of Q-Mamba), and copies for reads alone."""
 
 from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
 
 from sketchssm.heads.backends import load_engine
 from sketchssm.heads.head import DecodeHead, check_capacity
 from sketchssm.heads.registry import System
+from sketchssm.layer.checks import as_array
 from sketchssm.layer.recurrence import Layer, check_integer, check_window
 
 MODULES = {"reference": "sketchssm.reference.baselines", "cpu": "sketchssm.cpu.quantised"}
@@ -33,18 +38,18 @@ class QuantisedHead(DecodeHead):
     """
 
     def __init__(self, layer: Layer, num_slots: int, backend: str = "auto", *, bits: int = 8) -> None:
-        capacity, self.bits = check_capacity(num_slots), check_integer("bits", bits, 2, 16)
-        super().__init__(layer, capacity, *load_engine(QUANTISED, backend, layer, capacity, self.bits))
+        capacity, bits = check_capacity(num_slots), check_integer("bits", bits, 2, 16)
+        super().__init__(layer, capacity, *load_engine(QUANTISED, backend, layer, capacity, bits))
 
 
 class CopyReadHead(DecodeHead):
-    """Exact states, with reads between flushes from a quantised copy.
+    """Exact states, with reads between flushes from a copy: quantised, or projected on a fixed subspace.
 
-    A read-only variant of the paper's appendix *Ablation of Preserving Full-State Updates*: updates wait in the ring
-    as in `ReplayHead`, and each flush quantises the updated state. The appendix does not name the format of the copy.
-    Here the copy has the scales of `QuantisedHead`, whose bytes agree with the printed traffic, and all ``2^bits``
-    levels at the centres of equal cells. Zero is not a level: this would add noise to a recurrence at every token, but
-    not to a copy. It removes a third to two thirds of the error of a 2-bit copy.
+    The read-only variants of the paper's appendix *Ablation of Preserving Full-State Updates*: updates wait in the
+    ring as in `ReplayHead`, and each flush copies the updated state. The appendix does not name the format of a
+    quantised copy. Here it has the scales of `QuantisedHead`, whose bytes agree with the printed traffic, and all
+    ``2^bits`` levels at the centres of equal cells. Zero is not a level: this would add noise to a recurrence at every
+    token, but not to a copy. It removes a third to two thirds of the error of a 2-bit copy.
 
     Parameters
     ----------
@@ -54,6 +59,8 @@ class CopyReadHead(DecodeHead):
         Bits per element of the copy, 2 to 16.
     window : int, default 16
         Tokens from one flush to the next (W).
+    projection : array_like, (heads, K, K), optional
+        A projection, such as that of `low_rank_projection`: the copy is the projected state, and `bits` has no effect.
 
     Raises
     ------
@@ -62,9 +69,20 @@ class CopyReadHead(DecodeHead):
     """
 
     def __init__(
-        self, layer: Layer, num_slots: int, backend: str = "auto", *, bits: int = 4, window: int = 16
+        self,
+        layer: Layer,
+        num_slots: int,
+        backend: str = "auto",
+        *,
+        bits: int = 4,
+        window: int = 16,
+        projection: npt.ArrayLike | None = None,
     ) -> None:
-        capacity, self.bits = check_capacity(num_slots), check_integer("bits", bits, 2, 16)
-        super().__init__(
-            layer, capacity, *load_engine(COPY, backend, layer, capacity, check_window(window, least=1), self.bits)
-        )
+        capacity = check_capacity(num_slots)
+        copy: Any = check_integer("bits", bits, 2, 16)
+        if projection is not None:
+            copy, shape = as_array("projection", projection), (layer.heads, layer.key_dim, layer.key_dim)
+            if copy.shape != shape or copy.dtype.kind != "f":
+                raise ValueError(f"projection: expected floats of shape {shape}, got {copy.dtype} of {copy.shape}")
+        engine = load_engine(COPY, backend, layer, capacity, check_window(window, least=1), copy)
+        super().__init__(layer, capacity, *engine)

@@ -21,9 +21,9 @@ from sketchssm.study.baselines import (
     KeyReducedHead,
     PrunedHead,
     QuantisedHead,
-    low_rank_plan,
+    low_rank_projection,
 )
-from sketchssm.study.systems import System, sketch_system
+from sketchssm.study.systems import System
 
 SPARSITIES = (0.375, 0.5, 0.625, 0.75)
 """Shares of a state that the paper prunes."""
@@ -98,7 +98,10 @@ def read_only_systems(
     if fitting:
         moments = Moments(layer, window=window)
         moments.update(*tokens)
-        systems += [sketch_system(low_rank_plan(moments, rank), f"low-rank read {rank}") for rank in fitting]
+    for rank in fitting:
+        build = partial(CopyReadHead, layer, projection=low_rank_projection(moments, rank), window=window)
+        moved = ((window - 1) * 2 * rank * layer.value_dim + traffic.standard(*size)) / window  # columns in bfloat16
+        systems.append(_system(f"low-rank read {rank}", build, layer, moved))
     return systems
 
 

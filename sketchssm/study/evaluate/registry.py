@@ -14,7 +14,6 @@ from sketchssm.layer.formats import FORMATS
 from sketchssm.layer.recurrence import Layer, Tokens
 from sketchssm.layer.residual import STEPS
 from sketchssm.plans.basis import SketchBasis
-from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.evaluate.baselines import (
     key_reduced_systems,
     pruned_systems,
@@ -88,10 +87,10 @@ def _ablations(study: Study) -> list[Entry]:
     methods: tuple[str, ...] = ("gradient", "error", "sensitivity", "uniform") if graded else ("error", "uniform")
     if study.settings.residual_bits:  # `JointScores` have no sensitivity
         methods = tuple(method for method in methods if method != "sensitivity")
-    found = [make(FULL_METHOD), make("random-basis", random=True), make("offline-map", same_ranks="offline")]
+    found = [make(FULL_METHOD), make("random-basis", random=True)]
     found += [make(f"allocation-{method}", method=method) for method in methods]
     for map in study.settings.maps():
-        if map.name in ("lowrank", "prior"):
+        if map.name == "lowrank":
             found += [make(f"{map.name}-pivots-{p}", map=replace(map, pivots=p)) for p in PIVOTS]
         if map.name in ("lowrank", "ridge"):
             found += [make(f"{map.name}-ridge-{r:g}", map=replace(map, ridge=r)) for r in RIDGES]
@@ -197,30 +196,24 @@ def _planned(
     method: str | None = None,
     window: int | None = None,
     random: bool = False,
-    same_ranks: str | None = None,
     state_dtype: str = "float32",
     sketch_dtype: str | None = None,
     residual_bits: int | None = None,
 ) -> Entry:
-    """A sketch with the settings of the study except those given.
-
-    `same_ranks` is a map for the base's ranks.
-    """
+    """A sketch with the settings of the study except those given."""
     window = window or study.settings.window
 
     def build() -> System:
         layer = study.calibrated(window)
         basis = layer.basis
-        if random:  # as large as the calibrated basis, with its mean state metric for the maps that need one
-            basis = SketchBasis.random(basis.layer, basis.rank_max, study.seed, basis.e0, window)
+        if random:
+            basis = SketchBasis.random(basis.layer, basis.rank_max, study.seed, window)
         settings = study.settings
         own, form = map or settings.map, sketch_dtype or settings.sketch_dtype
         bits = residual_bits
         if bits is None:
             bits = settings.residual_bits if own == settings.map else 0
         plan = layer.plan(rank, own, method or settings.method, basis, form, bits)
-        if same_ranks:
-            plan = SketchPlan(basis, plan.ranks, window, same_ranks, form)
         return sketch_system(plan, name, state_dtype=state_dtype)
 
     return Entry(family, name, window, build)

@@ -157,7 +157,7 @@ class Study:
         arrays = [*self.traces.calib, *self.traces.test, self.traces.grad]
         if self.plan is not None:
             known.update(repr(self.plan).encode())
-            arrays += [self.plan.omega, self.plan.projection, self.plan.ranks]
+            arrays += [self.plan.omega, self.plan.ranks]
         for array in arrays:
             known.update(b"none" if array is None else repr((array.shape, array.dtype.str)).encode())
             known.update(b"" if array is None else np.ascontiguousarray(array).tobytes())

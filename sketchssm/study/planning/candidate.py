@@ -13,14 +13,7 @@ from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import check_window
 from sketchssm.layer.residual import STEPS
 
-MAPS = (
-    CoefficientMap("ridge"),
-    CoefficientMap("ridge", ridge=0.01),
-    CoefficientMap("lowrank"),
-    CoefficientMap("prior"),
-    CoefficientMap("offline"),
-    CoefficientMap(MAP),
-)
+MAPS = CoefficientMap("ridge"), CoefficientMap("lowrank"), CoefficientMap(MAP)
 SKETCH_DTYPES = ("bfloat16", "int8")
 WINDOWS = (16, 32)
 
@@ -85,8 +78,8 @@ def candidates(
     Parameters
     ----------
     maps : iterable of CoefficientMap or str
-        Coefficient maps; a name stands for the map with its default parameters. Default: `ridge` with 0.001 and 0.01,
-        `lowrank`, `prior`, `offline` and `subspace`. The last one has residuals of 1 to 3 bits.
+        Coefficient maps; a name stands for the map with its default parameters. Default: all three.
+        `subspace` has residuals of 1 to 3 bits.
     sketch_dtypes : sequence of str, default ("bfloat16", "int8")
         Formats.
     windows : sequence of int, default (16, 32)
