@@ -18,7 +18,7 @@ from sketchssm.plans.basis import SketchBasis
 SMALL = Layer("gdn", 4, 32, 24)
 
 
-def scores_of(layer, error, paired=None, sensitivity=None):
+def scores_of(layer, error, paired=None):
     """Scores with given curves ``(heads, rank_max + 1)``, as if one sample had been seen."""
     error = np.asarray(error, dtype=np.float64)
     one = Layer(layer.kind, 1, layer.key_dim, layer.value_dim)  # the basis is not used, so that of one head suffices
@@ -27,8 +27,7 @@ def scores_of(layer, error, paired=None, sensitivity=None):
     if paired is not None:
         scores.weighting = "gradient"
         scores.paired = np.asarray(paired, dtype=np.float64)
-        scores.sensitivity = np.ones(layer.heads) if sensitivity is None else np.asarray(sensitivity, dtype=np.float64)
-        scores.weighted = scores.sensitivity[:, None] * np.maximum(error[:, :1] - error, 0.0)
+        scores.weighted = np.maximum(error[:, :1] - error, 0.0)
     return scores
 
 
@@ -190,7 +189,7 @@ def test_methods(rng):
     curves = falling(rng, 4, 8) + 1e-3
     error_only = scores_of(SMALL, curves)
     paired = curves[::-1]
-    graded = scores_of(SMALL, curves, paired, sensitivity=[1, 10, 100, 1000])
+    graded = scores_of(SMALL, curves, paired)
     methods = [method for method in METHODS if method != "perturbation"]
     results = {method: ss.allocate_ranks(graded, 4, method) for method in methods}
     assert len(set(results.values())) == len(methods)  # equal only to itself
@@ -206,31 +205,16 @@ def test_methods(rng):
         ss.allocate_ranks(probed, 4).ranks, ss.allocate_ranks(scores_of(SMALL, curves, paired), 4).ranks
     )
     assert ss.allocate_ranks([graded, probed], 4).method == "error"
-    for scores, method in ((graded, "perturbation"), (probed, "gradient"), (probed, "sensitivity")):
+    for scores, method in ((graded, "perturbation"), (probed, "gradient")):
         with pytest.raises(ValueError, match=rf"^method: '{method}' needs (gradients|weights), and the scores were"):
             ss.allocate_ranks(scores, 4, method)
     assert np.array_equal(results["error"].ranks, ss.allocate_ranks(error_only, 4).ranks)
     assert np.array_equal(results["gradient"].ranks, ss.allocate_ranks(scores_of(SMALL, paired), 4).ranks)
-    assert (np.diff(results["sensitivity"].ranks % 100) >= 0).all()  # FULL_STATE is -1: beyond every rank
     uniform = results["uniform"]
     assert (uniform.ranks == 4).all() and uniform.objective == pytest.approx(paired[:, 4].sum())
     assert uniform.bound == results["gradient"].bound and uniform.gap >= results["gradient"].gap
     assert (ss.allocate_ranks(error_only, 4.9, "uniform").ranks == 4).all()
     assert (ss.allocate_ranks(error_only, 8, "uniform").ranks == 8).all()  # the largest rank that is scored
-
-
-def test_gradient_only_decay_is_common_to_all_layers():
-    """Heads of equal sensitivity get equal ranks, whatever their errors and layers."""
-    curves = [np.exp(-rate * np.arange(9.0))[None].repeat(4, axis=0) for rate in (0.1, 2.0)]
-    scores = [scores_of(SMALL, curve, curve) for curve in curves]
-    allocation = ss.allocate_ranks(scores, 4, "sensitivity")
-    ranks = allocation.ranks
-    assert np.array_equal(*ranks)
-    # the mean over all heads; none reads its full state
-    decay = (np.exp(-0.1 * ranks[0]) + np.exp(-2.0 * ranks[0])) / 2
-    # sums of eight float64
-    assert allocation.objective == pytest.approx(2 * decay.sum(), rel=1e-14)
-    assert not np.array_equal(*ss.allocate_ranks(scores, 4, "error").ranks)
 
 
 def test_zero_scores():
@@ -254,7 +238,7 @@ def test_a_large_model(rng):
         (0.5, None, "mean_rank"),
         *((wrong, None, "mean_rank: expected a finite number of at least 1") for wrong in (np.nan, np.inf, "4", True)),
         (9, "uniform", "mean_rank"),
-        (2, "loss", "method: expected one of gradient, perturbation, error, sensitivity, uniform, got 'loss'"),
+        (2, "loss", "method: expected one of gradient, perturbation, error, uniform, got 'loss'"),
         (2, "gradient", "needs gradients"),
     ],
 )
@@ -281,11 +265,11 @@ def test_no_samples(rng):
         ss.allocate_ranks([], 4)
 
 
-@pytest.mark.parametrize("method", [None, "gradient", "sensitivity"])
+@pytest.mark.parametrize("method", [None, "gradient"])
 def test_gradients_of_zero(method, rng):
     """Float16 without loss scaling gives zeros; rank 1 for every head would be the result."""
     curves = falling(rng, 4, 8)
-    layers = [scores_of(SMALL, curves, curves), scores_of(SMALL, curves, 0 * curves, np.zeros(4))]
+    layers = [scores_of(SMALL, curves, curves), scores_of(SMALL, curves, 0 * curves)]
     with pytest.raises(ValueError, match=r"^scores: '\w+' needs gradients, got only zeros for layer 1$"):
         ss.allocate_ranks(layers, 4, method)
     assert ss.allocate_ranks(layers, 4, "error").method == "error"
@@ -307,7 +291,7 @@ def test_scores_of_any_range():
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -1.0])
-@pytest.mark.parametrize("name", ["error", "paired", "weighted", "sensitivity"])
+@pytest.mark.parametrize("name", ["error", "paired", "weighted"])
 def test_scores_that_are_no_sums_of_squares(name, wrong, rng):
     curves = falling(rng, 4, 6)
     layers = [scores_of(SMALL, curves.copy(), curves.copy()) for _ in range(2)]
@@ -321,8 +305,7 @@ def test_scores_that_are_no_sums_of_squares(name, wrong, rng):
     [
         *(({}, (7, 10)), ({"reduction": 9}, (7, 9)), ({"mean_rank": 4}, (4, None))),
         *(({"map": "ridge"}, (7, None)), ({"map": "subspace"}, (7, 10))),
-        *(({"method": method}, (7, None)) for method in ("uniform", "sensitivity")),
-        ({"method": "error"}, (7, 10)),
+        *(({"method": "uniform"}, (7, None)), ({"method": "error"}, (7, 10))),
     ],
 )
 def test_a_budget_has_residuals_unless_other_settings_exclude_them(given, budget):

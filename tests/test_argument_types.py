@@ -113,7 +113,7 @@ CALLS = [
     (partial(search, candidates=[ss.Candidate("ridge", window=4)]), {"mean_ranks": (2,)}),
     (partial(Study, ss.Traces(LAYER, TOKENS, TOKENS)), {"settings": Settings(4), "ranks": [2], "mean_rank": 2}),
     (partial(Study, ss.Traces(LAYER, TOKENS, TOKENS), Settings(4), [2], 2), {"seed": 0, "plan": None, "every": 4}),
-    (StepTimes, {"backend": "cpu", "batch": 2, "seconds": None}),
+    (StepTimes, {"backend": "cpu", "batch": 2}),
     (ss.Candidate, {"map": "ridge", "sketch_dtype": "int8", "window": 4}),
     (ss.candidates, {"maps": ["ridge"], "sketch_dtypes": ["int8"], "windows": [4]}),
     (ss.Traces, {"layer": LAYER, "calib": TOKENS, "test": TOKENS, "name": "a", "provenance": "b"}),

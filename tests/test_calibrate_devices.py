@@ -13,7 +13,7 @@ from sketchssm.plans.basis import SketchBasis
 
 SUMS = {
     "moments": ("state_gram", "query_gram", "samples"),
-    "scores": ("error", "paired", "weighted", "sensitivity", "samples"),
+    "scores": ("error", "paired", "weighted", "samples"),
     "joint": ("paired", "error", "isotropic", "energy", "samples"),
 }
 

@@ -70,7 +70,7 @@ def test_settings_of_the_paper(study):
 def test_ablations_of_the_paper(tmp_path):
     names = set(names_of(study_of(tmp_path)))
     assert "ablation/random-basis" in names
-    assert {f"ablation/allocation-{m}" for m in ("gradient", "error", "sensitivity", "uniform")} <= names
+    assert {f"ablation/allocation-{m}" for m in ("gradient", "error", "uniform")} <= names
     assert {f"ablation/lowrank-pivots-{p}" for p in (1, 2, 4, 8)} <= names
     assert {f"ablation/lowrank-ridge-{r}" for r in ("0", "0.01", "0.1", "1")} <= names
     # 40 test tokens hold two windows of 16 tokens, and not of 32
@@ -335,12 +335,10 @@ def test_rounded():
 
 
 def test_ablations_beside_residuals(study):
-    """Joint scores have no sensitivity; the other methods make plans."""
+    """Every method makes plans."""
     settings = Settings(WINDOW, CoefficientMap("subspace"), sketch_dtype="int8", residual_bits=2)
     beside = Study(study.traces, settings, ranks=(1, 3), mean_rank=3)
     names = names_of(beside)
-    assert "ablation/allocation-sensitivity" not in names and "ablation/allocation-gradient" in names
-    with pytest.raises(ValueError, match=r"^method: expected .* or 'uniform' with residuals"):
-        beside.calibrated().plan(3, "subspace", "sensitivity", sketch_dtype="int8", residual_bits=2)
+    assert "ablation/allocation-gradient" in names
     with pytest.raises(ValueError, match=r"^map: expected 'subspace' with residuals"):
         beside.calibrated().plan(3, "ridge", sketch_dtype="int8", residual_bits=2)

@@ -71,7 +71,7 @@ def test_scores_are_errors_of_what_the_reference_reads(kind, form):
         ):
             state, x = reads.state[row, head], reads.queries[row, head]
             columns = omega[head, :, :rank]
-            served = residual_read(SketchFormat.of(form), MAP, state, columns, columns, bits=bits)
+            served = residual_read(SketchFormat.of(form), MAP, state, columns, bits=bits)
             delta = x @ (served.T - state)
             want["error"][head, at] += np.square(delta).sum()
             share = np.square(served.T - state).sum() / np.square(state).sum()

@@ -23,7 +23,7 @@ def prefix_basis(sketch):
     return prefixes.prefix_basis(Space(), sketch, "float64")
 
 
-SUMS = ("error", "paired", "weighted", "sensitivity")
+SUMS = ("error", "paired", "weighted")
 
 
 def scores_of(layer, rank_max=4, seed=0):
@@ -45,7 +45,7 @@ def brute_force(layer, omega, tokens, grad, weight=None):
     batch, length = tokens.v.shape[:2]
     ranks = omega.shape[-1] + 1
     error, paired, weighted = np.zeros((3, layer.heads, ranks))
-    sensitivity, samples = np.zeros(layer.heads), np.zeros(layer.heads, dtype=int)
+    samples = np.zeros(layer.heads, dtype=int)
     for start in range(W, length, W):
         start_state = run(layer, *at(tokens, np.s_[:, :start]))[1]
         for t in range(start, min(start + W - 1, length)):
@@ -61,9 +61,8 @@ def brute_force(layer, omega, tokens, grad, weight=None):
                     error[h, G] += delta @ delta
                     paired[h, G] += (slope @ delta) ** 2 if weight is None else weight[b, t, h] * delta @ delta
                     weighted[h, G] += square * np.square(S0.T @ x - delta).sum()
-                sensitivity[h] += square
                 samples[h] += 1
-    return error, paired, weighted, sensitivity, samples
+    return error, paired, weighted, samples
 
 
 @pytest.mark.parametrize("weighting", ("gradient", "perturbation"))
@@ -173,7 +172,7 @@ def test_low_rank_and_zero_states(rng):
         # as above: relative to whole outputs
         assert np.abs(getattr(scores, name) - want).max() < 1e-10 * want.max()
     assert scores.error[0, 0] == scores.error[0, 1]
-    for method in ("gradient", "error", "sensitivity"):
+    for method in ("gradient", "error"):
         assert not scores.objective(method)[3].any()
     assert (scores.retained[3] == 1).all()
 
@@ -186,16 +185,9 @@ def test_methods(rng):
     n = scores.samples[:, None]
     assert np.array_equal(scores.objective(), scores.paired / n)
     assert np.array_equal(scores.objective("error"), scores.error / n)
-    decay = (1 - scores.retained).mean(axis=0)
-    # one product and one quotient in either order
-    np.testing.assert_allclose(scores.objective("sensitivity"), scores.sensitivity[:, None] / n * decay, rtol=1e-15)
-    assert np.array_equal(
-        scores.objective("sensitivity", np.arange(5.0)), scores.sensitivity[:, None] / n * np.arange(5)
-    )
-    # the scale of outputs cancels in the gradient-only score, and that of gradients in the error-only one
+    # the scale of gradients cancels in the error-only score
     bigger = scores_of(layer)
     bigger.update(*tokens._replace(v=2.0 * tokens.v), grad=4.0 * grad)
-    np.testing.assert_allclose(bigger.objective("sensitivity"), 16 * scores.objective("sensitivity"), rtol=1e-12)
     np.testing.assert_allclose(bigger.objective("error"), 4 * scores.objective("error"), rtol=1e-12)
     np.testing.assert_allclose(bigger.objective("gradient"), 64 * scores.objective("gradient"), rtol=1e-12)
 
@@ -217,33 +209,20 @@ def test_noise_of_any_direction(rng):
     tokens, grad = traces_of(rng, layer, 2, 4 * W)
     scores = scores_of(layer)
     scores.update(*tokens, grad=grad)
-    weighted = scores.weighted[0, 2]
-    noise = rng.standard_normal((40_000, layer.value_dim))
-    noise *= np.sqrt(weighted / scores.sensitivity[0] / layer.value_dim)
+    noise = rng.standard_normal((40_000, layer.value_dim)) * np.sqrt(scores.weighted[0, 2] / layer.value_dim)
     slope = np.zeros(layer.value_dim)
-    slope[0] = np.sqrt(scores.sensitivity[0] / scores.samples[0])  # gradients of one direction
+    slope[0] = np.sqrt(1 / scores.samples[0])  # gradients of one direction
     # 40,000 squares of normal numbers: a standard error of 0.7%
     assert np.square(noise @ slope).mean() == pytest.approx(scores.noise_objective()[0, 2], rel=0.03)
 
 
-@pytest.mark.parametrize("method", ["error", "sensitivity"])
-def test_noise_of_methods_by_energy(method, rng):
+def test_noise_of_errors_by_energy(rng):
     layer = LAYERS["gdn"]
     scores = scores_of(layer)
     tokens, grad = traces_of(rng, layer, 2, 4 * W)
     scores.update(*tokens, grad=grad)
-    curves = scores.objective(method)
-    np.testing.assert_array_equal(scores.noise_objective(method), curves[:, :1] - curves)
-
-
-def test_noise_never_falls_with_the_rank(rng):
-    """A decay of other layers may rise; reading more columns adds no less noise."""
-    layer = LAYERS["gdn"]
-    scores = scores_of(layer)
-    tokens, grad = traces_of(rng, layer, 2, 4 * W)
-    scores.update(*tokens, grad=grad)
-    noise = scores.noise_objective("sensitivity", [1.0, 0.5, 0.6, 0.2, 0.3])
-    np.testing.assert_allclose(noise / noise[:, -1:], [[0, 0.625, 0.625, 1, 1]] * layer.heads)
+    curves = scores.objective("error")
+    np.testing.assert_array_equal(scores.noise_objective("error"), curves[:, :1] - curves)
 
 
 def test_error_only(rng):

@@ -102,7 +102,7 @@ def allocate_ranks(
         Scores of one layer, or of several layers that share the budget.
     mean_rank : float
         Mean rank; the budget is the read traffic of all heads at this rank.
-    method : {"gradient", "perturbation", "error", "sensitivity", "uniform"}, optional
+    method : {"gradient", "perturbation", "error", "uniform"}, optional
         Score to minimise, see `RankScores.objective`; "uniform" gives every head the mean rank, rounded
         down to stay within the budget, and reports the objective and bound of the default score. Default: the
         weighting of the scores if all layers have the same, else "error".
@@ -153,7 +153,7 @@ def allocate_ranks(
         raise ValueError(f"method: expected 'uniform' with residual bits, got {method!r}; allocate_joint has scores")
     if method not in ("error", "uniform"):
         for index, layer in enumerate(layers):
-            if layer.weighting not in (None, "error") and not layer.sensitivity.any():
+            if layer.weighting not in (None, "error") and not layer.paired.any():
                 what = "weights" if layer.weighting == "perturbation" else "gradients"
                 raise ValueError(f"scores: {method!r} needs {what}, got only zeros for layer {index}")
     width = max(layer.rank_max for layer in layers)
@@ -193,7 +193,7 @@ def budget_of(
     """
     if None not in (mean_rank, reduction):
         raise ValueError(f"mean_rank: expected none beside a reduction, got {mean_rank!r}")
-    pure = method in ("sensitivity", "uniform") or (map is not None and CoefficientMap.of(map).name != "subspace")
+    pure = method == "uniform" or (map is not None and CoefficientMap.of(map).name != "subspace")
     if mean_rank is None and reduction is None and not pure:
         reduction = 10.0
     rank = 7.0 if mean_rank is None else mean_rank
@@ -226,15 +226,13 @@ def _actions(layers: Sequence[RankScores], method: str, cost: _Cost, rank_max: i
 
     A head can't take a sketch of an unscored rank, or with at least the bytes of the full read.
     """
-    decay = _shared_decay(layers) if method == "sensitivity" else None
     ranks = np.arange(1, rank_max + 1)
     tables, limits = [], []
     for layer in layers:
         full = float(cost.read(layer, np.asarray(FULL_STATE)))
         used = cost.read(layer, ranks)
         fits = (ranks <= layer.rank_max) & (used < full)
-        own_decay = None if decay is None else decay[: layer.rank_max + 1]
-        curves, reads = layer.objective(method, own_decay), layer.noise_objective(method, own_decay)
+        curves, reads = layer.objective(method), layer.noise_objective(method)
         score = np.full((layer.layer.heads, ranks.size + 1), np.inf)
         score[:, :-1][:, fits] = curves[:, ranks[fits]] + cost.form.noise * reads[:, ranks[fits]]
         score[:, -1] = 0.0
@@ -243,12 +241,3 @@ def _actions(layers: Sequence[RankScores], method: str, cost: _Cost, rank_max: i
         tables.append(Actions(score, *(np.broadcast_to(x, score.shape) for x in own)))
         limits.append(int(ranks[fits].max(initial=0)))
     return Actions.joined(tables), min(limits)
-
-
-def _shared_decay(layers: Sequence[RankScores]) -> Array:
-    """Share of energy lost at each rank, mean over all heads that are scored at the rank."""
-    width = max(layer.rank_max for layer in layers)
-    lost = [
-        np.pad(1.0 - layer.retained, ((0, 0), (0, width - layer.rank_max)), constant_values=np.nan) for layer in layers
-    ]
-    return np.nanmean(np.concatenate(lost), axis=0)

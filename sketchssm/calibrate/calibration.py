@@ -29,7 +29,7 @@ from sketchssm.plans.files import FileFormat, Stored, check_array
 from sketchssm.plans.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans
 from sketchssm.plans.plan import SketchPlan
 
-FORMAT = FileFormat("sketchssm-calibration", 2, ())
+FORMAT = FileFormat("sketchssm-calibration", 3, (), older=(2,))
 """A tensor has the name of its layer, a dot, and its name: of the basis, or of a sum after the name of its scores."""
 
 SCORES: dict[str, type[Accumulator]] = {"ranks": RankScores, "joint": JointScores, "answers": JointScores}
@@ -149,7 +149,7 @@ class Calibration(Stored):
             Format of the sketches; with residuals that of the scores. Default: "int8" with residuals, else "bfloat16".
         residual_bits : {0, 1, 2, 3}, default 0
             Bits of the residuals of every sketched head; 0 with a `reduction`: the allocation chooses them.
-        method : {"gradient", "perturbation", "error", "sensitivity", "uniform"}, optional
+        method : {"gradient", "perturbation", "error", "uniform"}, optional
             Score for the allocation, see `sketchssm.allocate_ranks`. Default: the weighting of the scores.
         rank_max : int, optional
             Largest rank of a head. Default: the columns of the bases.

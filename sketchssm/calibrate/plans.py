@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.calibrate.allocation import Allocation, allocate_ranks
+from sketchssm.calibrate.allocation import METHODS, Allocation, allocate_ranks
 from sketchssm.calibrate.basis import fit_basis
 from sketchssm.calibrate.joint import MAP, JointScores, allocate_joint
 from sketchssm.calibrate.moments import Moments
@@ -18,7 +18,7 @@ from sketchssm.calibrate.traces import Traces
 from sketchssm.layer.checks import check_items
 from sketchssm.layer.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.layer.recurrence import FULL_STATE, Layer, check_instance
+from sketchssm.layer.recurrence import FULL_STATE, Layer, check_choice, check_instance
 from sketchssm.layer.residual import STEPS, check_residual_bits
 from sketchssm.plans import traffic
 from sketchssm.plans.basis import SketchBasis
@@ -154,9 +154,8 @@ def residual_settings(
     form = SketchFormat.of(sketch_dtype or ("int8" if bits else DEFAULT_FORMAT)).name
     if bits and chosen.name != MAP:
         raise ValueError(f"map: expected {MAP!r} with residuals, got {chosen.name!r}")
-    if bits and method == "sensitivity":
-        others = "'gradient', 'perturbation', 'error' or 'uniform'"
-        raise ValueError(f"method: expected {others} with residuals, got {method!r}")
+    if method is not None:
+        check_choice("method", method, METHODS)
     if method == "uniform" and reduction is not None:
         raise ValueError(
             f"reduction: expected None with the method 'uniform', which has a mean rank, got {reduction!r}"

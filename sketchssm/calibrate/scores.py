@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from sketchssm.arrays.space import Space
 from sketchssm.calibrate.prefixes import prefix_basis
@@ -21,10 +20,10 @@ from sketchssm.layer.recurrence import check_choice, check_instance, check_windo
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.reference.recurrence import Array
 
-SCORES = ("gradient", "perturbation", "error", "sensitivity")
+SCORES = ("gradient", "perturbation", "error")
 """Methods of `RankScores.objective`."""
 
-SUMS = ("error", "paired", "weighted", "sensitivity", "samples")
+SUMS = ("error", "paired", "weighted", "samples")
 
 
 class RankScores(Accumulator):
@@ -50,8 +49,6 @@ class RankScores(Accumulator):
         Sum of ``|delta(G)|^2`` for G = 0 to `rank_max`. Rank 0 reads nothing, so column 0 is the whole energy.
     paired : ndarray of float64, (heads, rank_max + 1)
         Sum of ``(grad^T delta(G))^2``, or of ``weight |delta(G)|^2``.
-    sensitivity : ndarray of float64, (heads,)
-        Sum of ``|grad|^2``, or of ``weight V``.
     weighted : ndarray of float64, (heads, rank_max + 1)
         Sum of ``|grad|^2 |o_G|^2``, or of ``weight V |o_G|^2``, with the read ``o_G = Q_G Q_G^T o``.
     samples : ndarray of int64, (heads,)
@@ -68,9 +65,8 @@ class RankScores(Accumulator):
     """
 
     sums = SUMS
-    of_gradients = ("paired", "weighted", "sensitivity")
-    error, paired, weighted = RunningSum(), RunningSum(), RunningSum()
-    sensitivity, samples = RunningSum(), RunningSum()
+    of_gradients = ("paired", "weighted")
+    error, paired, weighted, samples = RunningSum(), RunningSum(), RunningSum(), RunningSum()
 
     def __init__(self, basis: SketchBasis, window: int | None = None, rank_max: int | None = None) -> None:
         check_instance("basis", basis, SketchBasis)
@@ -84,7 +80,6 @@ class RankScores(Accumulator):
         self._omega = basis.omega[..., :rank]
         shape = (self.layer.heads, self.rank_max + 1)
         self.error, self.paired, self.weighted = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-        self.sensitivity = np.zeros(self.layer.heads)
         self.samples = np.zeros(self.layer.heads, dtype=np.int64)
 
     def update(
@@ -151,18 +146,16 @@ class RankScores(Accumulator):
         sums["samples"][heads] += (space.cast(reads.live, "int64") * counts).sum((0, 2))
         if reads.slope is None:
             return
-        sensitivity = space.cast(space.xp.square(reads.slope).sum(-1), "float64")
+        steep = space.cast(space.xp.square(reads.slope).sum(-1), "float64")
         if reads.slope.shape[-1] == self.layer.value_dim:
             missed = space.cast((reads.slope * rest).sum(-1), "float64")
             along = space.cast(reads.slope @ basis, "float64") * space.cast(seen, "float64")
             sums["paired"][heads] += space.xp.square(_tails(space, missed, along)).sum((0, 2, 3))
         else:  # roots of weights
-            missed, along = (sensitivity * last).sum((0, 2, 3)), (sensitivity[..., None] * energy).sum((0, 2, 3))
+            missed, along = (steep * last).sum((0, 2, 3)), (steep[..., None] * energy).sum((0, 2, 3))
             sums["paired"][heads] += _tails(space, missed, along)
-            sensitivity = sensitivity * self.layer.value_dim
-        weighted = space.xp.cumsum((sensitivity[..., None] * energy).sum((0, 2, 3)), -1)
-        sums["weighted"][heads, 1:] += weighted
-        sums["sensitivity"][heads] += sensitivity.sum((0, 2, 3))
+            steep = steep * self.layer.value_dim
+        sums["weighted"][heads, 1:] += space.xp.cumsum((steep[..., None] * energy).sum((0, 2, 3)), -1)
 
     @property
     def retained(self) -> Array:
@@ -170,18 +163,15 @@ class RankScores(Accumulator):
         whole = self.error[:, :1]
         return 1.0 - np.divide(self.error, whole, out=np.zeros_like(self.error), where=whole > 0)
 
-    def objective(self, method: str | None = None, decay: npt.ArrayLike | None = None) -> Array:
+    def objective(self, method: str | None = None) -> Array:
         """Score every head and rank: the expected loss of reading through a rank-G sketch.
 
         Parameters
         ----------
-        method : {"gradient", "perturbation", "error", "sensitivity"}, optional
+        method : {"gradient", "perturbation", "error"}, optional
             "gradient" is the paper's paired score ``E[(grad^T delta(G))^2]`` (equation *m-head-objective*) and
             "error" its gradient-free ablation ``E[|delta(G)|^2]``. "perturbation" is ``E[weight |delta(G)|^2]``.
-            "sensitivity", the gradient-only ablation, is ``E[|grad|^2]`` of the head times a `decay` with rank that
-            all heads share. Default: the `weighting`.
-        decay : array_like, (rank_max + 1,), optional
-            The shared decay of "sensitivity"; default the mean over this layer's heads of ``1 - retained``.
+            Default: the `weighting`.
 
         Returns
         -------
@@ -195,17 +185,13 @@ class RankScores(Accumulator):
         """
         method = method or self.weighting or "error"
         check_choice("method", method, SCORES)
-        need = "gradient" if method == "sensitivity" else method
-        if need not in ("error", self.weighting):
-            what = "weights" if need == "perturbation" else "gradients"
+        if method not in ("error", self.weighting):
+            what = "weights" if method == "perturbation" else "gradients"
             raise ValueError(f"method: {method!r} needs {what}, and the scores were updated without")
         count = np.maximum(self.samples, 1)[:, None]
-        if method == "sensitivity":
-            shared = (1.0 - self.retained).mean(axis=0) if decay is None else np.asarray(decay, dtype=np.float64)
-            return self.sensitivity[:, None] / count * shared
         return (self.error if method == "error" else self.paired) / count
 
-    def noise_objective(self, method: str | None = None, decay: npt.ArrayLike | None = None) -> Array:
+    def noise_objective(self, method: str | None = None) -> Array:
         """Score noise with the energy of a read through the first G columns, for every head and G.
 
         The noise of codes has no preferred direction. So under "gradient" its score is ``E[|grad|^2 |o_G|^2] / V``,
@@ -215,9 +201,7 @@ class RankScores(Accumulator):
 
         Parameters
         ----------
-        method : {"gradient", "perturbation", "error", "sensitivity"}, optional
-            See `objective`.
-        decay : array_like, (rank_max + 1,), optional
+        method : {"gradient", "perturbation", "error"}, optional
             See `objective`.
 
         Returns
@@ -230,11 +214,10 @@ class RankScores(Accumulator):
         ValueError
             If the method is unknown or needs gradients or weights that were not given.
         """
-        curves = self.objective(method, decay)
+        curves = self.objective(method)
         if (method or self.weighting) in ("gradient", "perturbation"):
             return self.weighted / (np.maximum(self.samples, 1)[:, None] * self.layer.value_dim)
-        # a decay that layers share may rise with the rank
-        return np.maximum.accumulate(curves[:, :1] - curves, axis=-1)
+        return curves[:, :1] - curves
 
     def __add__(self, other: RankScores) -> RankScores:
         """Scores over both sets of traces; ValueError unless basis, window and weighting agree."""

@@ -156,7 +156,7 @@ def added(owner: object, sums: dict[str, Any]) -> dict[str, Any]:
             held = vars(owner)[name]
             total = totals[name] = (space.array(held, _type_of(name)) if space.on_device else _host(held, name)) + more
             if not bool((abs(total) <= LARGEST_SUM).all() if hasattr(total, "all") else abs(total) <= LARGEST_SUM):
-                cause = "grad, weight" if name in ("paired", "weighted", "sensitivity") else "q, k, v"
+                cause = "grad, weight" if name in ("paired", "weighted") else "q, k, v"
                 raise ValueError(
                     f"{cause}: expected inputs with a {name} of at most {LARGEST_SUM:g}, got "
                     f"{float(abs(total).max()):g}: are keys normalised, and values and gradients scaled?"

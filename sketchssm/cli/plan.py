@@ -63,7 +63,6 @@ def _needs_traces(context: click.Context, param: click.Parameter, value: str | N
     default="7,8,9,10,12,14,16",
     help="Budgets with residuals: times less state traffic.",
 )
-@click.option("--rank-max", type=NUMBERS, help="Largest ranks of a head to try.  [default: 16, the most on CUDA]")
 @click.option(
     "--time-on",
     type=click.Choice(["cpu", "cuda"]),
@@ -85,7 +84,6 @@ def command(
     windows: tuple[int, ...],
     mean_ranks: tuple[int, ...],
     reductions: tuple[float, ...],
-    rank_max: tuple[int, ...] | None,
     time_on: str | None,
     batch: int,
     backend: str,
@@ -126,7 +124,7 @@ def command(
     output = Output(json_file)
     layers = [Traces.load(path) for path in traces]
     chosen = {} if maps is None else {"maps": maps}
-    tried = candidates(**chosen, sketch_dtypes=sketch_dtypes, windows=windows, rank_maxes=rank_max or (None,))
+    tried = candidates(**chosen, sketch_dtypes=sketch_dtypes, windows=windows)
     times = None if time_on is None else StepTimes(time_on, batch)
     unmet = None
     try:

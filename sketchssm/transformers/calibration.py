@@ -104,12 +104,12 @@ def calibrate(
     residual_bits : {0, 1, 2, 3}, default 0
         Bits of the residual's codes of every sketched head, see `sketchssm.SketchPlan`. 0 with a `reduction`: the
         allocation chooses them.
-    method : {"gradient", "perturbation", "error", "sensitivity", "uniform"}, optional
+    method : {"gradient", "perturbation", "error", "uniform"}, optional
         Score for the allocation, see `sketchssm.allocate_ranks` and, for plans with residuals,
-        `sketchssm.allocate_joint`, which has no "sensitivity". "gradient" and "sensitivity" use gradients of the
-        summed next-token cross-entropy by the layers' outputs. "perturbation" measures in forward passes how much an
-        error of a head changes the output of its block, and this the distribution of the next token. Default:
-        "gradient" or, with a warning, "perturbation" if the backward pass does not reach a layer.
+        `sketchssm.allocate_joint`. "gradient" uses gradients of the summed next-token cross-entropy by the layers'
+        outputs. "perturbation" measures in forward passes how much an error of a head changes the output of its
+        block, and this the distribution of the next token. Default: "gradient" or, with a warning, "perturbation" if
+        the backward pass does not reach a layer.
     rank_max : int, optional
         Largest rank to score, where a layer has as many. A head that needs more reads its full state. Default: 16,
         the most that backend "cuda" takes.
@@ -205,8 +205,8 @@ def collect(
         Format of the sketches of plans with residuals.
     bits : sequence of {1, 2, 3}, default all
         Bits of residuals to score.
-    method : {"gradient", "perturbation", "error", "sensitivity", "uniform"}, optional
-        "gradient" and "sensitivity" use gradients and need a backward pass; the others do not. Default: as of
+    method : {"gradient", "perturbation", "error", "uniform"}, optional
+        "gradient" uses gradients and needs a backward pass; the others do not. Default: as of
         `calibrate`.
 
     Returns
@@ -236,7 +236,7 @@ def collect(
     questions, wanted = _answered(prompts, answers, window + 2)
     check_ids(model, questions, "prompts")
     fit, score = _split(rows, sample)
-    if method in (None, "gradient", "sensitivity"):
+    if method in (None, "gradient"):
         lack = without_gradients(model, score[0][: window + 2])
         if lack and (method or questions):
             need = f"{method or 'gradient'!r} needs gradients of the layers' outputs"
@@ -274,7 +274,7 @@ def collect(
             shares = shares or perturbation_shares(model, score[0])
             perturbed(model, scored, row, shares)
         else:
-            (backward if method in ("gradient", "sensitivity") else forward)(model, scored, row)
+            (backward if method == "gradient" else forward)(model, scored, row)
     if questions and "joint" in kinds:
         asked = {name: JointScores(basis, **form) for name, basis in bases.items()}
         run.hold("answers", asked)

@@ -98,7 +98,6 @@ def _layers(contents: Any, layers: dict[str, Layer], most: int) -> dict[str, Lay
                 "error": paired.copy(),
                 "paired": paired,
                 "weighted": np.zeros_like(paired),
-                "sensitivity": np.full(layer.heads, float(samples)),  # not in the file: the same for all heads
                 "samples": np.full(layer.heads, samples),
             },
         )

@@ -84,9 +84,7 @@ def _ablations(study: Study) -> list[Entry]:
     """The sketch at one mean rank with one part replaced; its map is the study's, or the one that begins the name."""
     make = partial(_planned, study, "ablation", rank=study.mean_rank)
     graded = study.traces.score_part()[1] is not None
-    methods: tuple[str, ...] = ("gradient", "error", "sensitivity", "uniform") if graded else ("error", "uniform")
-    if study.settings.residual_bits:  # `JointScores` have no sensitivity
-        methods = tuple(method for method in methods if method != "sensitivity")
+    methods: tuple[str, ...] = ("gradient", "error", "uniform") if graded else ("error", "uniform")
     found = [make(FULL_METHOD), make("random-basis", random=True)]
     found += [make(f"allocation-{method}", method=method) for method in methods]
     for map in study.settings.maps():

@@ -67,7 +67,7 @@ class Study:
         check_number("mean_rank", self.mean_rank, f"1 to {limit} (K and V bound it)", lambda mean: 1 <= mean <= limit)
         if method is not None:
             check_choice("method", method, METHODS)
-        if method in ("gradient", "sensitivity") and self.traces.score_part()[1] is None:
+        if method == "gradient" and self.traces.score_part()[1] is None:
             raise ValueError(f"method: {method!r} needs gradients, and {self.traces.name} has none to score by")
         check_size("every", self.every)
         check_seed(self.seed)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from sketchssm.calibrate.joint import MAP, some_of
-from sketchssm.layer.checks import check_items, check_size
+from sketchssm.layer.checks import check_items
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import check_window
@@ -20,7 +20,7 @@ WINDOWS = (16, 32)
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings of a plan besides its ranks.
+    """Settings of a plan besides its ranks, which are at most 16; a head that needs more reads its full state.
 
     Parameters
     ----------
@@ -30,9 +30,6 @@ class Candidate:
         Format of sketches and maps, see `SketchFormat`.
     window : int, default 16
         Tokens from one flush to the next (W).
-    rank_max : int, optional
-        Largest rank of a head, in layers with larger K and V. A head that needs more reads its full state. Default:
-        16, the most that backend "cuda" takes.
     residual_bits : sequence of {1, 2, 3}, default ()
         Bits that a head's residual may have. Each head then gets a rank and one of these, see `allocate_joint`. None:
         heads have no residuals.
@@ -46,46 +43,39 @@ class Candidate:
     map: CoefficientMap
     sketch_dtype: str = "bfloat16"
     window: int = 16
-    rank_max: int | None = None
     residual_bits: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "map", CoefficientMap.of(self.map))
         SketchFormat.of(self.sketch_dtype)
         object.__setattr__(self, "window", check_window(self.window))
-        if self.rank_max is not None:
-            object.__setattr__(self, "rank_max", check_size("rank_max", self.rank_max))
         bits = check_items("residual_bits", self.residual_bits, "integers")
         object.__setattr__(self, "residual_bits", some_of("residual_bits", bits, STEPS) if bits else ())
         if self.residual_bits and self.map.name != MAP:
             raise ValueError(f"map: expected {MAP!r} with residuals, got {self.map.name!r}")
 
     def __str__(self) -> str:
-        """All settings: ``ridge(ridge=0.001), int8, window 16, ranks to 24``."""
-        ranks = "" if self.rank_max is None else f", ranks to {self.rank_max}"
+        """All settings: ``ridge(ridge=0.001), int8, window 16``."""
         bits = f", residuals of {'/'.join(map(str, self.residual_bits))} bits" if self.residual_bits else ""
-        return f"{self.map}, {self.sketch_dtype}, window {self.window}{ranks}{bits}"
+        return f"{self.map}, {self.sketch_dtype}, window {self.window}{bits}"
 
 
 def candidates(
     maps: Iterable[str | CoefficientMap] = MAPS,
     sketch_dtypes: Sequence[str] = SKETCH_DTYPES,
     windows: Sequence[int] = WINDOWS,
-    rank_maxes: Sequence[int | None] = (None,),
 ) -> list[Candidate]:
     """List all combinations of settings.
 
     Parameters
     ----------
     maps : iterable of CoefficientMap or str
-        Coefficient maps; a name stands for the map with its default parameters. Default: all three.
-        `subspace` has residuals of 1 to 3 bits.
+        Coefficient maps; a name stands for the map with its default parameters. Default: all three. `subspace` has
+        residuals of 1 to 3 bits.
     sketch_dtypes : sequence of str, default ("bfloat16", "int8")
         Formats.
     windows : sequence of int, default (16, 32)
         Tokens from one flush to the next.
-    rank_maxes : sequence of int or None, default (None,)
-        Limits of a head's rank; None for the default of `Candidate`.
 
     Returns
     -------
@@ -100,13 +90,10 @@ def candidates(
     known = [CoefficientMap.of(map) for map in check_items("maps", maps, "maps")]
     formats = check_items("sketch_dtypes", sketch_dtypes, "formats")
     windows = check_items("windows", windows, "integers")
-    rank_maxes = check_items("rank_maxes", rank_maxes, "integers or None")
-    given = {"maps": known, "sketch_dtypes": formats, "windows": windows, "rank_maxes": rank_maxes}
-    for name, values in given.items():
+    for name, values in {"maps": known, "sketch_dtypes": formats, "windows": windows}.items():
         if not values:
             raise ValueError(f"{name}: expected at least one, got none")
     bits = {MAP: tuple(STEPS)}
     return [
-        Candidate(map, form, window, rank_max, bits.get(map.name, ()))
-        for map, form, window, rank_max in product(known, formats, windows, rank_maxes)
+        Candidate(map, form, window, bits.get(map.name, ())) for map, form, window in product(known, formats, windows)
     ]

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.arrays.interop import to_host
-from sketchssm.calibrate.joint import RANKS, JointScores
+from sketchssm.calibrate.joint import JointScores
 from sketchssm.calibrate.plans import Calibrated, calibrate
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.calibrate.traces import Traces, named_errors
@@ -24,7 +24,7 @@ Energies = npt.NDArray[np.float64]
 
 
 class TracedLayer:
-    """Traces of one layer, calibrated once for each window and largest rank.
+    """Traces of one layer, calibrated once for each window.
 
     Errors are those of a head that decodes the traces. `graded` says whether they can be weighted by the gradient of
     the loss, and `rank_limit` is the largest rank that a head can have.
@@ -35,29 +35,25 @@ class TracedLayer:
         self.traces = traces
         self._backend = backend
         self._scored, self._grad = traces.score_part()
-        self._calibrated: dict[tuple[int, int], Calibrated] = {}
+        self._calibrated: dict[int, Calibrated] = {}
         self._joint: dict[Candidate, JointScores] = {}
         self.graded = self._grad is not None
         self.rank_limit = min(self.layer.key_dim, self.layer.value_dim)
 
     def calibrated(self, candidate: Candidate) -> tuple[SketchBasis, RankScores]:
-        """Return basis and rank scores for the window and the largest rank of a candidate."""
+        """Return basis and rank scores for the window of a candidate."""
         window = candidate.window
-        columns = min(max(MAX_RANK, candidate.rank_max or 0), self.rank_limit)
-        if (window, columns) not in self._calibrated:
+        if window not in self._calibrated:
             with named_errors(self.traces):
-                self._calibrated[window, columns] = calibrate(self.traces, window, columns)
-        found = self._calibrated[window, columns]
+                self._calibrated[window] = calibrate(self.traces, window, min(MAX_RANK, self.rank_limit))
+        found = self._calibrated[window]
         return found.basis, found.scores
 
     def joint(self, candidate: Candidate) -> JointScores:
         """Return the scores of ranks with the residuals of a candidate."""
         if candidate not in self._joint:
             basis, _ = self.calibrated(candidate)
-            most = min(candidate.rank_max or MAX_RANK, basis.rank_max)
-            ranks = [rank for rank in RANKS if rank <= most]
-            form = candidate.sketch_dtype
-            scores = JointScores(basis, ranks=ranks, bits=candidate.residual_bits, sketch_dtype=form)
+            scores = JointScores(basis, bits=candidate.residual_bits, sketch_dtype=candidate.sketch_dtype)
             with named_errors(self.traces):
                 scores.update(*self._scored, grad=self._grad)
             self._joint[candidate] = scores

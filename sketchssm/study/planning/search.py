@@ -44,8 +44,6 @@ class PlanPoint:
         model of `SketchPlan.reduction`, this includes the ring, inputs and outputs, which depend on the window.
     seconds : float or None
         Measured time of a step of all layers.
-    loss : float or None
-        Measured increase of the model's loss.
     """
 
     candidate: Candidate
@@ -54,7 +52,6 @@ class PlanPoint:
     error: float
     traffic: float
     seconds: float | None = None
-    loss: float | None = None
 
     @property
     def cost(self) -> float:
@@ -73,8 +70,7 @@ class PlanSearch:
     Parameters
     ----------
     points : list of PlanPoint
-        All points, in the order of the search. Candidates that differ only in their largest rank may give the same
-        plans; only the first of them has a point.
+        All points, in the order of the search.
     chosen : PlanPoint
         The point that meets the target.
     graded : bool
@@ -129,12 +125,10 @@ def autoplan(
     error: float | None = None,
     traffic: float | None = None,
     seconds: float | None = None,
-    loss: float | None = None,
     candidates: Iterable[Candidate] | None = None,
     mean_ranks: Sequence[float] = MEAN_RANKS,
     reductions: Sequence[float] = REDUCTIONS,
     time_of: Measure | None = None,
-    loss_of: Measure | None = None,
     backend: str = "auto",
     progress: Callable[[str], None] = lambda label: None,
 ) -> PlanSearch:
@@ -149,15 +143,13 @@ def autoplan(
     ``error=``       the cheapest point with at most this relative error               bytes, or `time_of`
     ``traffic=``     the least error with at most this traffic                         bytes
     ``seconds=``     the least error within this time of a step of all layers          `time_of`
-    ``loss=``        the cheapest point of the frontier with at most this increase of  bytes, or `time_of`
-                     the model's loss, as `loss_of` measures it
     ===============  ================================================================  =====================
 
     Parameters
     ----------
     layers : sequence of Traces
         Traces of each layer.
-    error, traffic, seconds, loss : float
+    error, traffic, seconds : float
         The target: exactly one of them.
     candidates : iterable of Candidate, optional
         Settings to try; default `sketchssm.study.planning.candidates()`.
@@ -169,9 +161,6 @@ def autoplan(
     time_of : callable, optional
         Measures the seconds of a step of all layers from their plans, for example `StepTimes`. It is called for
         points that no point of the same settings beats in both bytes and error.
-    loss_of : callable, optional
-        Measures the increase of the model's loss from the plans of all layers. It is called for points of the
-        frontier, by bisection.
     backend : {"auto", "reference", "cpu", "cuda"}, default "auto"
         Where to decode.
     progress : callable, optional
@@ -185,12 +174,15 @@ def autoplan(
     Raises
     ------
     ValueError
-        If there are no layers, a candidate's `rank_max` is out of range, no budget is possible, the errors of a
-        candidate can't be measured, not exactly one target is given, a target lacks its measurement, or no point meets
-        the target. The latter is an `UnmetTargetError`, whose attribute `found` is the search with the nearest point.
+        If there are no layers, no budget is possible, the errors of a candidate can't be measured, not exactly one
+        target is given, the target `seconds` lacks its measurement, or no point meets the target. The latter is an
+        `UnmetTargetError`, whose attribute `found` is the search with the nearest point.
     """
-    target = _target(error=error, traffic=traffic, seconds=seconds, loss=loss)
-    _check_measures(target, time_of, loss_of)
+    name, bound = _target(error=error, traffic=traffic, seconds=seconds)
+    if time_of is not None and not callable(time_of):
+        raise TypeError(f"time_of: expected a function of the plans, got {time_of!r}")
+    if name == "seconds" and time_of is None:
+        raise ValueError("time_of: expected a measurement of a step's time for the target seconds, got None")
     layers = check_items("layers", layers, "Traces")
     mean_ranks = check_items("mean_ranks", mean_ranks, "numbers")
     for rank in mean_ranks:
@@ -204,23 +196,31 @@ def autoplan(
         check_number("reductions", each, "finite numbers above 0", lambda number: 0 < number < np.inf)
     known = [TracedLayer(traces, backend) for traces in layers]
     graded = all(layer.graded for layer in known)
-    tried = _tried(known, candidates)
+    tried = all_candidates() if candidates is None else check_items("candidates", candidates, "Candidates")
+    for candidate in tried:
+        check_instance("candidates", candidate, Candidate)
+    if not tried:
+        raise ValueError("candidates: expected at least one, got none")
     budgets = _budgets(known, tried, mean_ranks, reductions)
-    points, found = [], set()
+    points: list[PlanPoint] = []
     for candidate, some in zip(tried, budgets, strict=True):
         own = []
         for budget in some:
             progress(f"{candidate}, {budget_name(candidate, budget)}")
             plans = _plans(known, candidate, budget)
-            same = budget, *(plan.fingerprint for plan in plans)
-            if same not in found:  # with another largest rank
-                found.add(same)
-                own.append(_point(known, candidate, budget, plans, graded))
+            lost = [layer.error(plan, graded) for layer, plan in zip(known, plans, strict=True)]
+            own.append(PlanPoint(candidate, budget, plans, _root_mean(lost), _traffic(plans)))
         points += own if time_of is None else [replace(p, seconds=time_of(p.plans)) for p in frontier(own)]
-    points, chosen = _choose(points, target, loss_of, progress)
-    result, (name, bound) = PlanSearch(points, chosen, graded, known), target
-    if (reached := float(getattr(chosen, name))) > bound:
-        least = f"the least is {reached:g} ({chosen})"
+
+    def reached(point: PlanPoint) -> float:
+        return float(getattr(point, name))
+
+    within = [point for point in points if reached(point) <= bound]
+    best = (lambda p: (p.cost, p.error)) if name == "error" else (lambda p: (p.error, p.cost))
+    chosen = min(within, key=best) if within else min(points, key=reached)
+    result = PlanSearch(points, chosen, graded, known)
+    if not within:
+        least = f"the least is {reached(chosen):g} ({chosen})"
         raise UnmetTargetError(f"{name}: expected a target within reach, got {bound:g}; {least}", result)
     return result
 
@@ -242,32 +242,6 @@ def _target(**given: float | None) -> tuple[str, float]:
     ((name, value),) = named.items()
     check_number(name, value, "a finite number above 0", lambda number: 0 < number < np.inf)
     return name, float(value)
-
-
-def _check_measures(target: tuple[str, float], time_of: Measure | None, loss_of: Measure | None) -> None:
-    """Refuse a target without its measurement, and a measurement without a use."""
-    name = target[0]
-    for measure, given in (("time_of", time_of), ("loss_of", loss_of)):
-        if given is not None and not callable(given):
-            raise TypeError(f"{measure}: expected a function of the plans, got {given!r}")
-    if name == "seconds" and time_of is None:
-        raise ValueError("time_of: expected a measurement of a step's time for the target seconds, got None")
-    if (name == "loss") != (loss_of is not None):
-        raise ValueError(f"loss_of: expected a measurement for the target loss and for no other, got target {name}")
-
-
-def _tried(layers: Sequence[TracedLayer], given: Iterable[Candidate] | None) -> list[Candidate]:
-    """The given candidates, by default all."""
-    limit = max(layer.rank_limit for layer in layers)
-    tried = list(all_candidates() if given is None else check_items("candidates", given, "Candidates"))
-    for candidate in tried:
-        check_instance("candidates", candidate, Candidate)
-        if (candidate.rank_max or 0) > limit:
-            own = candidate.rank_max
-            raise ValueError(f"candidates: rank_max: expected at most {limit} for these layers, got {own}")
-    if not tried:
-        raise ValueError("candidates: expected at least one, got none")
-    return tried
 
 
 def budget_name(candidate: Candidate, budget: float) -> str:
@@ -306,21 +280,8 @@ def _plans(layers: Sequence[TracedLayer], candidate: Candidate, budget: float) -
         budget,
         map=candidate.map,
         sketch_dtype=candidate.sketch_dtype,
-        rank_max=candidate.rank_max,
     )
     return tuple(plans)
-
-
-def _point(
-    layers: Sequence[TracedLayer],
-    candidate: Candidate,
-    budget: float,
-    plans: tuple[SketchPlan, ...],
-    graded: bool,
-) -> PlanPoint:
-    """Measure the error of plans."""
-    lost = [layer.error(plan, graded) for layer, plan in zip(layers, plans, strict=True)]
-    return PlanPoint(candidate, budget, plans, _root_mean(lost), _traffic(plans))
 
 
 def _traffic(plans: Sequence[SketchPlan]) -> float:
@@ -337,37 +298,3 @@ def _root_mean(energies: Sequence[Energies]) -> float:
     """Root of the mean over heads of relative squared errors, from sums ``(2, heads)`` of each layer."""
     lost, whole = np.concatenate(energies, axis=1)
     return float(np.sqrt(np.divide(lost, whole, out=np.zeros_like(lost), where=whole > 0).mean()))
-
-
-def _choose(
-    points: list[PlanPoint], target: tuple[str, float], loss_of: Measure | None, progress: Callable[[str], None]
-) -> tuple[list[PlanPoint], PlanPoint]:
-    """Find the point that meets the target or is nearest, and the points with the losses measured on the way."""
-    name, bound = target
-    if loss_of is not None:
-        return _by_loss(points, bound, loss_of, progress)
-    within = [point for point in points if getattr(point, name) <= bound]
-    if not within:
-        return points, min(points, key=lambda point: float(getattr(point, name)))
-    if name == "error":
-        return points, min(within, key=lambda point: (point.cost, point.error))
-    return points, min(within, key=lambda point: (point.error, point.cost))
-
-
-def _by_loss(
-    points: list[PlanPoint], bound: float, loss_of: Measure, progress: Callable[[str], None]
-) -> tuple[list[PlanPoint], PlanPoint]:
-    """Bisect the frontier for its cheapest point within a loss, or else the least; a higher cost has less loss."""
-    line = frontier(points)
-    low, high, chosen = 0, len(line), None
-    while low < high:
-        middle = (low + high) // 2
-        progress(f"loss of {line[middle]}")
-        measured = replace(line[middle], loss=float(loss_of(line[middle].plans)))
-        points = [measured if point is line[middle] else point for point in points]
-        line[middle] = measured
-        if measured.loss is not None and measured.loss <= bound:
-            high, chosen = middle, measured
-        else:
-            low = middle + 1
-    return points, chosen or min((p for p in line if p.loss is not None), key=lambda p: p.loss or 0.0)

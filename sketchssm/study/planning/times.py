@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from sketchssm import cuda
-from sketchssm.layer.checks import check_number, check_size
+from sketchssm.layer.checks import check_size
 from sketchssm.layer.recurrence import check_choice
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.bench.device import Workload, device_bandwidth, measure_device
@@ -27,18 +26,14 @@ class StepTimes:
         Where to decode.
     batch : int
         Rows of a step.
-    seconds : float, optional
-        Time to spend on each plan; default 0.2, on "cuda" 0.03 of device time.
     """
 
-    def __init__(self, backend: str, batch: int, seconds: float | None = None) -> None:
+    def __init__(self, backend: str, batch: int) -> None:
         check_choice("backend", backend, ("cpu", "cuda"))
-        if seconds is not None:
-            check_number("seconds", seconds, "a finite number above 0 or None", lambda number: 0 < number < math.inf)
         if backend == "cuda" and (lack := cuda.missing()):
             raise ValueError(f"backend: 'cuda' can't run here: {lack}")
         self.backend, self.batch = backend, check_size("batch", batch)
-        self._seconds = seconds or (0.03 if backend == "cuda" else 0.2)
+        self._seconds = 0.03 if backend == "cuda" else 0.2  # on each plan, on "cuda" of device time
         self._bandwidth = device_bandwidth() if backend == "cuda" else copy_bandwidth()
         self._known: dict[str, float] = {}
 
