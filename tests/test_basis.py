@@ -192,23 +192,6 @@ def test_random_baseline():
     assert np.array_equal(default.omega, ss.SketchBasis.random(LAYER, 3, seed=0).omega)
 
 
-def test_file(tmp_path, rng):
-    basis = ss.fit_basis(moments_of(rng), 3)
-    path = tmp_path / "basis.safetensors"
-    basis.save(path)
-    back = type(basis).load(path)
-    assert (back.layer, back.window) == (basis.layer, basis.window)
-    for name in ("omega", "spectrum", "retained"):
-        assert np.array_equal(getattr(back, name), getattr(basis, name))
-    moments_of(rng).save(path)
-    with pytest.raises(FileFormatError, match="format"):
-        type(basis).load(path)
-    basis.omega[0, 0, 0] = np.nan
-    basis.save(path)
-    with pytest.raises(FileFormatError, match="omega"):
-        type(basis).load(path)
-
-
 @pytest.mark.parametrize("columns", [0, 6])
 def test_a_file_of_too_many_or_no_columns(columns, tmp_path, rng):
     path = tmp_path / "basis.safetensors"

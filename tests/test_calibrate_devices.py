@@ -1,4 +1,4 @@
-"""Sums of tokens that stay on their device. PyTorch's CPU stands for one here; `tests/gpu` has the others."""
+"""Sums of tokens that stay on their device. On a host without one, PyTorch's CPU stands for it."""
 
 from itertools import pairwise
 
@@ -18,10 +18,20 @@ SUMS = {
 }
 
 
-@pytest.fixture
-def device(torch, monkeypatch):
+@pytest.fixture(params=["host", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("torch", "cupy"))])
+def device(request, monkeypatch):
+    if request.param == "cupy":
+        cupy = request.getfixturevalue("cupy")
+        return lambda x: None if x is None else cupy.asarray(x)
+    torch = request.getfixturevalue("torch")
+    if request.param == "torch":
+        return lambda x: None if x is None else torch.from_numpy(np.array(x)).cuda()
     monkeypatch.setattr(interop, "is_on_device", lambda array: interop.framework(array) == "torch")
     return lambda x: None if x is None else torch.from_numpy(np.array(x))
+
+
+def on_host(x):
+    return interop.to_host(x, "x")
 
 
 def made(name, layer):
@@ -50,15 +60,14 @@ def test_same_sums_as_on_the_host(kind, name, device, rng):
     own = made(name, layer)
     there = type(tokens)(*map(device, tokens))
     after = updates(own, there, device(grad))
-    assert interop.framework(after.state) == interop.framework(after.ring.k) == "torch"
-    np.testing.assert_allclose(after.state, carry.state, atol=1e-5)
-    assert interop.framework(vars(own)["samples"]) == "torch"
+    assert len({interop.framework(x) for x in (there.v, after.state, after.ring.k, vars(own)["samples"])}) == 1
+    np.testing.assert_allclose(on_host(after.state), carry.state, atol=1e-5)
     for each in SUMS[name]:
         # float32 products of two libraries; codes at the edge of two levels may differ
-        assert relative(getattr(own, each), getattr(whole, each)) < (3e-3 if name == "joint" else 2e-6)
+        assert relative(on_host(getattr(own, each)), getattr(whole, each)) < (3e-3 if name == "joint" else 2e-6)
     # on the host again, and sums of both
     updates(own, tokens, grad)
-    assert relative(getattr(own + whole, SUMS[name][0]), 3 * getattr(whole, SUMS[name][0])) < 3e-3
+    assert relative(on_host(getattr(own + whole, SUMS[name][0])), 3 * getattr(whole, SUMS[name][0])) < 3e-3
 
 
 @pytest.mark.parametrize(
@@ -79,6 +88,7 @@ def test_refusals(spoil, match, device, rng):
     assert not moments.samples.any()
 
 
+@pytest.mark.parametrize("device", ["host"], indirect=True)
 def test_products_are_in_float32(torch, device, rng):
     """Whatever the caller allows for its own products."""
     layer = ss.Layer("gdn", 4, 32, 24, 2)

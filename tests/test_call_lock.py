@@ -62,22 +62,6 @@ def test_a_finalizer_that_calls_the_head(monkeypatch):
     head.reset([1])
 
 
-def test_other_threads_wait():
-    lock, order = CallLock(), []
-
-    def second():
-        with lock.held():
-            order.append("second")
-
-    with lock.held():
-        thread = threading.Thread(target=second)
-        thread.start()
-        thread.join(0.05)
-        order.append("first")
-    thread.join()
-    assert order == ["first", "second"]
-
-
 class Interrupt(BaseException):
     """Raised by a signal handler, like KeyboardInterrupt."""
 

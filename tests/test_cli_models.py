@@ -252,25 +252,16 @@ TASKS = f"{EVALUATE} --length 80 --plans standard --tasks keys"
         ("calibrate --out x --rows 3", "--rows: has no effect without --model"),
         ("calibrate --out x --resume y {}/text.npy", "--resume: has no effect without --model"),
         (f"{CALIBRATE} --rows 3 --sample 48,24", "--rows: has no effect with --sample"),
-        (
-            f"{CALIBRATE} --mean-rank 3 --length 24 --sample 48,72",
-            "sample: expected at most the 96 tokens of rows, got (48, 72)",
-        ),
         ("calibrate --out x --model {}", "--text: expected a text for the model to read"),
         ("calibrate --out x --model {} {}/text.npy", "--model: expected no trace files with"),
         ("calibrate --out {} --model {} --text {}/text.npy", "--out: expected a file, got the folder"),
         ("calibrate --out {}/text.npy --model {} --text {}/text.npy", "--out: expected a separate file"),
-        (CALIBRATE, "text.npy: text: expected at least 2 rows, got 0"),
         ("calibrate --out x --model {} --text {}/model.safetensors", "text: expected UTF-8 text or an npy file"),
         (
             "calibrate --out x --model {}/.. --text {}/text.npy --length 24",
             "model: AutoConfig of transformers can't read",
         ),
-        *(
-            (f"{CALIBRATE} --length 24 --device {device}", f"device: '{device}' can't be used")
-            for device in ("none", "meta", "cuda:99")
-        ),
-        (f"{CALIBRATE} --rows 1", "rows: expected at least 2, got 1"),
+        (f"{CALIBRATE} --length 24 --device cuda:99", "device: 'cuda:99' can't be used"),
         (EVALUATE, "--plans: expected plans of the model, standard or replay"),
         (f"{EVALUATE} --window 8", "--window: has no effect with --mod"),
         (f"{EVALUATE} --out x", "--out: has no effect with --model"),
@@ -285,9 +276,7 @@ TASKS = f"{EVALUATE} --length 80 --plans standard --tasks keys"
             f"{TASKS} --facts 2 --distance 40 --decoded 81",
             "--decoded: expected at most the 80 tokens before a question, got 81",
         ),
-        (f"{TASKS} --distance 80", "text: expected at least 120 token ids, got int64 of shape (100,)"),
         (f"{TASKS} --distance 8", "distance: expected at least "),
-        (f"{EVALUATE} --plans {{}}/text.npy", "text.npy: not a whole safetensors file"),
     ),
 )
 def test_errors(folder, arguments, message):

@@ -6,6 +6,7 @@ import pytest
 from host import fixtures
 from ledger import Ledger
 from samples import plan_of, states_of, tokens_of
+from test_errors import call
 
 import sketchssm as ss
 from sketchssm.layer.recurrence import FULL_STATE, Layer
@@ -84,29 +85,14 @@ def test_requests_carry_their_sums(cupy, rng):
     head = ss.SketchHead(plan, SLOTS, "cuda", memory=memory, phase=1, **make)
     head.warmup(drafts=True)
     assert (head.errors().samples == 0).all()
-    ledger = Ledger(head, SLOTS)
-    ledger.step(tokens_of(rng, layer, 2, 7), [0, 1])
-    head.copy([1], [2])
-    ledger.copy([1], [2])
-    head.restore(head.snapshot([0]), [3])
-    ledger.copy([0], [3])
-    ledger.check(TOLERANCE["float32"])
-    ledger.step(tokens_of(rng, layer, 3, 4), [3, 2, 1])
-    ledger.check(TOLERANCE["float32"])
-    for clear in head.reset, head.adopt, lambda slots: head.load_state(states_of(rng, layer, 1), slots):
-        clear([1])
-        ledger.clear([1])
+    ledger, slots = Ledger(head, SLOTS), [1, 2, 3, 0]
+    for name, count in (
+        *(("step", 7), ("copy", 1), ("snapshot", 1), ("step", 4), ("reset", 1), ("step", 4), ("adopt", 1)),
+        *(("step", 4), ("load_state", 1), ("step", 4), ("draft", 3), ("flush", 1), ("take", 2), ("step", 4)),
+    ):
+        call(ledger, rng, name, slots, count)
         ledger.check(TOLERANCE["float32"])
-        ledger.step(tokens_of(rng, layer, 1, 4), [1])
-    head.step(*tokens_of(rng, layer, 1, 3), slots=[2], draft=True)
-    head.commit([0], [2])
-    head.flush([2])
-    ledger.rings[2] = []
-    ledger.check(TOLERANCE["float32"])
-    head.errors([3, 2], reset=True)
-    ledger.sums[[3, 2]], ledger.flushes[[3, 2]] = 0, 0
-    ledger.step(tokens_of(rng, layer, 2, 4), [2, 3])
-    ledger.check(TOLERANCE["float32"])
+        slots = [*slots[1:], slots[0]]
 
 
 def test_graphs_measure_and_begin_requests(cupy, rng):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from gpu.cuda_support import EXACT, ROUNDED, STORED, error
+from gpu.cuda_support import EXACT, STORED, error
 from host import fixtures, standin
 from host.heads import BFLOAT16, LAYER, OnDevice, head_with, narrow, sketch, tokens_of
 from samples import at
@@ -138,13 +138,6 @@ class TestDevice:
         assert isinstance(output, standin.ndarray)
         assert error(output.get().astype(float), twin.step(*tokens, slots=[3, 0, 1])) < STORED["bfloat16"]
 
-    def test_more_rows_than_slots(self, rng):
-        """Possible with padding."""
-        head, twin = sketch(), sketch("reference")
-        tokens, slots = tokens_of(rng, batch=6), np.array([-1, 2, -1, 0, -1, -1], np.int32)
-        output = head.step(*narrow(tokens, standin.asarray), slots=standin.asarray(slots))
-        assert error(output.get().astype(float), twin.step(*tokens, slots=slots)) < STORED["bfloat16"]
-
     def test_batches_beyond_a_launch_s_rows(self, rng, monkeypatch):
         """Rows of several launches: bit for bit those of one."""
         head, twin = sketch(), sketch()
@@ -160,30 +153,6 @@ class TestDevice:
         np.testing.assert_array_equal(output, twin.step(*given, slots=slots))
         np.testing.assert_array_equal(head.state, twin.state)
         np.testing.assert_array_equal(head.position, [2, 2, 0, 2])
-
-    @pytest.mark.parametrize("rows", [512, 1])
-    def test_drafts_for_which_the_clock_has_no_room(self, rows, rng, monkeypatch):
-        """All rows fold before the draft, also if a batch takes several launches."""
-        monkeypatch.setattr(workspaces, "MAX_ROWS", rows)
-        head, twin = sketch(phase=0), sketch("reference", phase=0)
-        head.warmup(drafts=True)
-        tokens = tokens_of(rng, 3, 20)
-        slots, first = np.array([3, 1, 0]), 0
-        for count, drafts in [(1, True), (1, False), (2, True)] * 4:
-            given = at(tokens, np.s_[:, first : first + count])
-            draft = {"draft": True, "lengths": np.array([count, count, 0])} if drafts else {}
-            outputs, first = [], first + count
-            for each, convert in ((head, standin.asarray), (twin, np.asarray)):
-                own = {name: convert(x) if name == "lengths" else x for name, x in draft.items()}
-                outputs.append(each.step(*narrow(given, convert), slots=convert(slots), **own))
-                if drafts:
-                    each.commit(convert(np.array([0, count, 0])), slots=convert(slots))
-            got, want = (np.asarray(x, float)[..., 1, :] for x in outputs)  # of the full-state head
-            assert error(got, want) < ROUNDED
-            np.testing.assert_array_equal(head.position, twin.position)
-        head.flush()
-        twin.flush()
-        assert error(head.state, twin.state) < EXACT
 
     def test_a_framework_that_nobody_knows(self, rng):
         head, twin = sketch(activation="float32"), sketch("reference")
@@ -258,19 +227,6 @@ class TestTorchOnDevice:
 
 
 class TestPools:
-    def test_states_in_the_caller_s_memory(self, rng):
-        pool = standin.full((4, 2, *LAYER.state_shape), np.nan, np.float32)
-        head, twin = sketch(memory={"state": pool[:, 1]}), sketch("reference")
-        assert head.state.ctypes.data == pool[:, 1].ctypes.data
-        head.reset()
-        tokens = tokens_of(rng, 4, 9)
-        head.step(*narrow(tokens))
-        twin.step(*tokens)
-        assert error(pool[:, 1], twin.state) < EXACT
-        assert np.isnan(pool[:, 0]).all()
-        memory = {"state": OnDevice(np.zeros((4, *LAYER.state_shape), np.float32))}
-        assert sketch(memory=memory).state.shape == head.state.shape
-
     def test_refusals(self):
         shape = (4, *LAYER.state_shape)
         strided = standin.zeros((*shape[:-1], 2 * shape[-1]), np.float32)[..., ::2]

@@ -67,15 +67,6 @@ class TestActivations:
         wide = twin.step(*(x.astype(BFLOAT16).astype(float) if i < 3 else x for i, x in enumerate(tokens)))
         assert error(output[:, 3], wide[:, 3]) < EXACT
 
-    @pytest.mark.parametrize("name", ["activation_dtype", "output_dtype"])
-    def test_unknown(self, name):
-        with pytest.raises(
-            ValueError, match=rf"^{name}: expected one of bfloat16, float16, float32 or None, got 'fp8'"
-        ):
-            ss.StandardHead(LAYER, 2, "reference", **{name: "fp8"})
-        with pytest.raises(ValueError, match=r"^activation_dtype: expected one of"):
-            ss.StandardHead(LAYER, 2, "reference").warmup("int8")
-
 
 class TestRawGates:
     """Raw gate inputs have the type of the activations, and keep it in the ring."""

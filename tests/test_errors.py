@@ -67,35 +67,39 @@ def test_any_sequence_of_calls(backend, kind, operations, phase, monitor, seed):
     """Requests carry their sums: through copies and snapshots, until the slot's next one."""
     layer, rng = LAYERS[kind], np.random.default_rng(seed)
     ledger = ledger_of(layer, backend, monitor=monitor, phase=phase)
-    head = ledger.head
     for name, slots, count in operations:
-        some = slots[:count]
-        if name == "step":
-            ledger.step(tokens_of(rng, layer, 2, count), slots[:2])
-        elif name == "draft":
-            head.step(*tokens_of(rng, layer, 2, count), slots=slots[:2], draft=True)
-            head.commit([0, 0], slots[:2])
-            for slot in slots[:2]:
-                if not head.position[slot]:
-                    ledger.rings[slot] = []
-        elif name == "flush":
-            head.flush(some)
-            for slot in some:
-                ledger.rings[slot] = []
-        elif name == "copy":
-            head.copy(slots[:1], slots[1:2])
-            ledger.copy(slots[:1], slots[1:2])
-        elif name == "snapshot":
-            head.restore(head.snapshot(slots[:1]), slots[1:2])
-            ledger.copy(slots[:1], slots[1:2])
-        elif name == "take":
-            head.errors(some, reset=True)
-            ledger.sums[some], ledger.flushes[some] = 0, 0
-        else:
-            states = (states_of(rng, layer, count),) if name == "load_state" else ()
-            getattr(head, name)(*states, some)
-            ledger.clear(some)
+        call(ledger, rng, name, slots, count)
         ledger.check(TOLERANCE[backend])
+
+
+def call(ledger, rng, name, slots, count):
+    """Make one call of a head, and note it in its ledger."""
+    head, layer, some = ledger.head, ledger.head.layer, slots[:count]
+    if name == "step":
+        ledger.step(tokens_of(rng, layer, 2, count), slots[:2])
+    elif name == "draft":
+        head.step(*tokens_of(rng, layer, 2, count), slots=slots[:2], draft=True)
+        head.commit([0, 0], slots[:2])
+        for slot in slots[:2]:
+            if not head.position[slot]:
+                ledger.rings[slot] = []
+    elif name == "flush":
+        head.flush(some)
+        for slot in some:
+            ledger.rings[slot] = []
+    elif name == "copy":
+        head.copy(slots[:1], slots[1:2])
+        ledger.copy(slots[:1], slots[1:2])
+    elif name == "snapshot":
+        head.restore(head.snapshot(slots[:1]), slots[1:2])
+        ledger.copy(slots[:1], slots[1:2])
+    elif name == "take":
+        head.errors(some, reset=True)
+        ledger.sums[some], ledger.flushes[some] = 0, 0
+    else:
+        states = (states_of(rng, layer, count),) if name == "load_state" else ()
+        getattr(head, name)(*states, some)
+        ledger.clear(some)
 
 
 def test_memory_of_the_caller(backend, layer, rng):

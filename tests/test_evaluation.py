@@ -18,7 +18,6 @@ from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference.recurrence import run
 from sketchssm.reference.walk import walk
 from sketchssm.study.evaluate import Study, entries, evaluate, measure, select
-from sketchssm.study.evaluate.measure import rounded
 from sketchssm.study.evaluate.registry import FAMILIES, FULL_METHOD
 
 WINDOW = 8
@@ -311,14 +310,6 @@ def test_files(tmp_path):
     assert len(rows) == 5 * len(layer["systems"])
 
 
-def test_layers_need_names_of_their_own(tmp_path):
-    study = study_of(tmp_path)
-    with pytest.raises(ValueError, match="different names, got a twice"):
-        evaluate([study, study], [[], []])
-    with pytest.raises(ValueError, match="at least one layer, got 0 of 1"):
-        evaluate([study], [])
-
-
 def test_plans_join_in(tmp_path):
     study = study_of(tmp_path)
     plan = SketchPlan(study.calibrated().basis, np.full(4, 2), WINDOW)
@@ -327,11 +318,6 @@ def test_plans_join_in(tmp_path):
     assert joined.digest != study.digest
     with pytest.raises(ValueError, match="plan: expected one for"):
         study_of(tmp_path, "kda", name="b", plan=plan)
-
-
-def test_rounded():
-    value = {"a": [1 / 3, math.inf, math.nan, 2, None], "b": {"c": "text", "d": True}}
-    assert rounded(value) == {"a": [0.333333, None, None, 2, None], "b": {"c": "text", "d": True}}
 
 
 def test_ablations_beside_residuals(study):

@@ -1,12 +1,7 @@
-"""The example's models as classes of transformers: two code paths, the same perplexity and recall. The small models of
-random weights always run. The trained models need SKETCHSSM_MODELS, the folder of their weights, with a folder
-``tokens`` beside it.
-"""
+"""The example's models as classes of transformers, with random weights: two code paths, the same perplexity."""
 
 import importlib
-import os
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -124,48 +119,3 @@ def test_text_with_heads(kind, lm):
         basis = ss.SketchBasis.random(layer.layer, 4, window=WINDOW)
         plans[name] = ss.SketchPlan(basis, [1, 2, 3, 4], window=WINDOW)
     check_scores(lm, model, ids, plans, WINDOW)
-
-
-@pytest.fixture(scope="module")
-def folder():
-    path = Path(os.environ.get("SKETCHSSM_MODELS", "missing"))
-    if not (path.parent / "tokens" / "test.npy").exists():
-        pytest.skip("needs SKETCHSSM_MODELS, a folder of trained models beside a folder of tokens")
-    return path
-
-
-@pytest.fixture(scope="module", params=SHIPPED)
-def trained(request, lm, folder):
-    """A trained model, its plans from the example's calibration rows, and the folder of tokens."""
-    model = lm["model"].HybridLM.load(folder / f"{request.param}.safetensors")
-    other = lm["classes"].as_transformers(model)
-    rows = np.load(folder.parent / "tokens" / "calib.npy")[: 3 * 384].reshape(3, 384).astype(np.int64)
-    return model, st.calibrate(other, rows, mean_rank=4), folder.parent / "tokens"
-
-
-def test_trained_models_on_text(trained, lm):
-    """The same perplexity to four decimals of the loss: seven blocks in float32, logits of up to 20."""
-    model, plans, folder = trained
-    ids = torch.from_numpy(np.load(folder / "test.npy")[: 2 * 256].reshape(2, 256).astype(np.int64))
-    losses, patched, whole = check_scores(lm, model, ids, plans, 16)
-    print(f"{model.layer.kind}: {whole.loss:.5f}; with heads {losses.mean():.5f}, {whole.patched_loss:.5f}")
-    assert patched.mean() == pytest.approx(losses[:, 15:].mean(), abs=5e-5)
-
-
-def test_trained_models_recall(trained, lm):
-    """The same answers to needle prompts, after an exact prefill."""
-    model, plans, folder = trained
-    encode = lm["evaluate"].encoder(folder)
-    prompts = lm["prompts"].needle_prompts(np.load(folder / "test.npy"), encode, 12, 384, np.random.default_rng(4))
-    ids = torch.from_numpy(prompts.ids)
-    heads = {place: ss.SketchHead(plan, 12, "cpu") for place, plan in sketched(model, plans).items()}
-    want = lm["evaluate"].continued(model, heads, lm["evaluate"].prefill(model, ids, prompts.question))
-    other = lm["classes"].as_transformers(model)
-    patch = st.patch(other, plans, slots=12, backend="cpu")
-    got = stepwise(other, patch, ids, prompts.question)[:, 1:].argmax(-1).numpy()
-    recalled = [prompts.right(rest) for rest in (got, want)]
-    score = st.recall(other, prompts, plans, backend="cpu")
-    assert score.share == recalled[0].mean()
-    print(f"{model.layer.kind}: recall {recalled[0].mean()} {recalled[1].mean()}, tokens {(got == want).mean()}")
-    assert np.array_equal(*recalled)
-    assert (got == want).mean() > 0.995  # padding after the answers has near ties

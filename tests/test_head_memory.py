@@ -117,33 +117,6 @@ class TestMemory:
         np.testing.assert_array_equal(head.step(*tokens, slots=[1]), head.step(*tokens, slots=[4]))
         np.testing.assert_array_equal(head.state[1], head.state[4])
 
-    def test_the_head_sets_the_cursors(self, make, parts_of, layer, rng):
-        """Whatever the memory held: a slot begins as a new one with `reset` and `load_state`."""
-        block, memory = one_block(parts_of(), SLOTS)
-        block[...] = 0xFF
-        head, twin = make(memory=memory), make()
-        np.testing.assert_array_equal(head.position, 0)
-        head.reset([1])
-        start = states_of(rng, layer, 1)
-        for each in (head, twin):
-            each.load_state(start, [2])
-        first, second = (decode(each, np.random.default_rng(1), [1, 2]) for each in (head, twin))
-        np.testing.assert_array_equal(first, second)
-
-    def test_adopt(self, make, parts_of, layer, rng):
-        """Decode from states in the pool equals decode from loaded states, whatever the slot held."""
-        part = next(part for part in parts_of() if part.name == "state")
-        pool = np.zeros((SLOTS, *part.shape), part.dtype)
-        head, twin = make(memory={"state": pool}), make()
-        head.step(*tokens_of(rng, layer, SLOTS, 3))
-        start = states_of(rng, layer, 2)
-        pool[(np.array([3, 1]), *map(slice, layer.state_shape))] = start
-        head.adopt([3, -1, 1])
-        twin.load_state(start, [3, 1])
-        first, second = (decode(each, np.random.default_rng(1), [3, 1]) for each in (head, twin))
-        np.testing.assert_array_equal(first, second)
-        np.testing.assert_array_equal(head.state[[1, 3]], twin.state[[1, 3]])
-
     def test_tensors(self, make, parts_of, layer, torch, rng):
         tensors = {
             part.name: torch.zeros((SLOTS, *part.shape), dtype=getattr(torch, part.dtype)) for part in parts_of()

@@ -80,29 +80,44 @@ def test_definition(kind):
     assert (moments.samples == 2 * (2 * (W - 1) + 2)).all()
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(
+    made=st.sampled_from(["moments", "scores"]),
     harsh=st.booleans(),
     kind=st.sampled_from(KINDS),
     cuts=st.lists(st.integers(0, 23), max_size=5).map(sorted),
     row=st.integers(0, 3),
+    graded=st.booleans(),
     seed=st.integers(0, 5),
 )
-def test_any_cut_gives_the_same_sums(harsh, kind, cuts, row, seed):
+def test_any_cut_gives_the_same_sums(made, harsh, kind, cuts, row, graded, seed):
     layer = LAYERS[kind]
     tokens = make_traces(layer, 3, 23, seed, harsh)
-    whole = moments_of(layer)
-    end = whole.update(*tokens)
-    parts = moments_of(layer)
+    grad = np.random.default_rng(seed).standard_normal(tokens.v.shape) if graded and made == "scores" else None
+    whole, parts = (accumulators(layer)[made] for _ in range(2))
+
+    def more(index):
+        return {} if grad is None else {"grad": grad[index]}
+
+    end = whole.update(*tokens, **more(np.s_[:]))
     for rows in (slice(0, row), slice(row, 3)):
-        own, carry = moments_of(layer), None
+        own, carry = accumulators(layer)[made], None
         for start, stop in zip([0, *cuts], [*cuts, 23], strict=True):
-            carry = own.update(*at(tokens, (rows, slice(start, stop))), carry=carry)
+            part = rows, slice(start, stop)
+            carry = own.update(*at(tokens, part), carry=carry, **more(part))
         assert carry.position == end.position == 23 % W
         # the same operations in the same order, except for the batch of BLAS calls
         np.testing.assert_allclose(carry.state, end.state[rows], rtol=1e-10, atol=1e-13)
         parts = parts + own
-    close(parts, whole)
+    if made == "moments":
+        close(parts, whole)
+        return
+    for name in ("error", "paired", "weighted", "sensitivity"):
+        # the same float64 sums in another order; clipped residuals keep the roundings of whole outputs
+        want = getattr(whole, name)
+        assert np.abs(getattr(parts, name) - want).max() <= 1e-11 * want.max(initial=0.0)
+    assert np.array_equal(parts.samples, whole.samples)
+    assert parts.weighting == whole.weighting == ("error" if grad is None else "gradient")
 
 
 def test_groups_of_rows_give_the_same_sums(monkeypatch):
@@ -162,17 +177,6 @@ def test_a_given_state_may_be_float32():
         assert np.array_equal(getattr(single, name), getattr(double, name))
 
 
-def test_float16_traces_and_other_frameworks(torch):
-    layer = LAYERS["gdn"]
-    tokens = make_traces(layer, 2, 12, 6)
-    half = [x.astype(np.float16) for x in tokens]
-    host, device = moments_of(layer), moments_of(layer)
-    host.update(*half)
-    device.update(*(torch.from_numpy(x) for x in half))
-    for name in SUMS:
-        assert np.array_equal(getattr(host, name), getattr(device, name))
-
-
 def test_carry_shares_no_memory():
     layer = LAYERS["gdn"]
     tokens = make_traces(layer, 1, W + 2, 7)
@@ -180,20 +184,6 @@ def test_carry_shares_no_memory():
     kept = carry.ring.k.copy()
     tokens.k[...] = 0.0
     assert np.array_equal(carry.ring.k, kept)
-
-
-def test_file(tmp_path):
-    layer = LAYERS["kda"]
-    tokens = make_traces(layer, 2, 23, 8)
-    whole, first = moments_of(layer), moments_of(layer)
-    whole.update(*tokens)
-    carry = first.update(*at(tokens, np.s_[:, 0:11]))
-    first.save(tmp_path / "m.safetensors")
-    resumed = ss.Moments.load(tmp_path / "m.safetensors")
-    assert (resumed.layer, resumed.window) == (layer, W)
-    resumed.update(*at(tokens, np.s_[:, 11:23]), carry=carry)
-    close(resumed, whole)
-    assert [path.name for path in tmp_path.iterdir()] == ["m.safetensors"]
 
 
 def test_file_refusals(tmp_path):

@@ -77,6 +77,27 @@ def test_fold_is_the_recurrence(window):
     assert close(fold(start.swapaxes(-1, -2), ring).swapaxes(-1, -2), want, scale=np.linalg.norm(start))
 
 
+@given(windows(), st.integers(0, 4))
+def test_any_leading_axes(window, axes):
+    """None, or several: each head's result is that of the head alone."""
+    layer, tokens, start = window
+    q, ring = ring_of(layer, tokens)
+    alone = Ring(*(x if x is None else x[0, 0] for x in ring))
+    deep = (1,) * axes
+    wrapped = Ring(*(x if x is None else x.reshape(*deep, *x.shape) for x in alone))
+    state, first = start.swapaxes(-1, -2), q[0, 0]
+    outer, last = first.reshape(*deep, *first.shape), first[-1].reshape(*deep, -1)
+    folded = fold(state[0, 0].reshape(*deep, *state.shape[-2:]), wrapped)
+    assert close(folded, fold(state, ring)[0, 0].reshape(folded.shape), scale=np.linalg.norm(start))
+    for got, want in zip(read_window(outer, wrapped), read_window(q, ring), strict=True):
+        assert close(got, want[0, 0].reshape(*deep, *want.shape[2:]), scale=np.linalg.norm(q))
+    want = effective_query(q[..., -1, :], ring)[0, 0]
+    assert close(effective_query(last, wrapped), want.reshape(*deep, -1), scale=np.linalg.norm(q))
+    if layer.erases:
+        factors = erase_factors(wrapped)
+        assert close(factors, erase_factors(ring)[0, 0].reshape(factors.shape), scale=np.sqrt(q.shape[-2]))
+
+
 @given(windows())
 def test_effective_queries_are_transposed_transitions(window):
     layer, tokens, _ = window

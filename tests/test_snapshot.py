@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from decode_systems import head_of
 from safetensors import safe_open
-from samples import at, gate_of, parts_of, plan_of, raw_of, same, states_of, tokens_of
+from samples import gate_of, parts_of, plan_of, raw_of, same, states_of, tokens_of
 
 import sketchssm as ss
 from sketchssm.heads.snapshot import FORMAT
@@ -54,47 +54,6 @@ def test_a_half_full_window_survives(make, layer, state_dtype, through_file, tmp
     tokens = tokens_of(rng, layer, 2, 2 * WINDOW + 1)
     np.testing.assert_array_equal(other.step(*tokens, slots=[0, 4]), head.step(*tokens, slots=[3, 0]))
     np.testing.assert_array_equal(other.state[[0, 4]], head.state[[3, 0]])
-
-
-def test_all_slots(make, layer, rng):
-    head, other = busy(make(), layer, rng), make()
-    other.restore(head.snapshot())
-    same(head, other)
-
-
-def test_other_slots_stay(make, layer, rng):
-    head, twin = (busy(make(), layer, np.random.default_rng(3)) for _ in range(2))
-    head.restore(make().snapshot([2, 4]), [1, -1])
-    rest = [0, 2, 3, 4]
-    tokens = tokens_of(rng, layer, 4, WINDOW)
-    np.testing.assert_array_equal(head.step(*tokens, slots=rest), twin.step(*tokens, slots=rest))
-
-
-@pytest.mark.parametrize("make", ["drafts", "replay", "sketch"], indirect=True)
-def test_drafts_are_left_out(make, layer, rng):
-    """Neither a snapshot nor the slot that a restore overwrites keeps drafts."""
-    head, other = busy(make(), layer, rng), make()
-    tokens = tokens_of(rng, layer, 1, WINDOW + 1)
-    head.step(*at(tokens_of(rng, layer, 1, 2), np.s_[:, :2]), slots=[1], draft=True)
-    other.step(*tokens_of(rng, layer, 1, 3), slots=[0], draft=True)
-    other.restore(head.snapshot([1]), [0])
-    with pytest.raises(ValueError, match=r"^accepted: expected 0 to 0, the drafted tokens of slot 0, got 1"):
-        other.commit([1], [0])
-    head.commit([0], [1])
-    np.testing.assert_array_equal(other.step(*tokens, slots=[0]), head.step(*tokens, slots=[1]))
-
-
-@pytest.mark.parametrize("slot", [0, 1])
-@pytest.mark.parametrize("make", ["replay", "sketch"], indirect=True)
-def test_a_restored_slot_follows_the_clock(make, slot, layer, rng):
-    """It flushes with the head's other rows, whatever the clock of the head that it comes from."""
-    head, other = make(phase=WINDOW - 3), make()
-    other.step(*tokens_of(rng, layer, 1, 1), slots=[0])
-    head.step(*tokens_of(rng, layer, 1, 2), slots=[1 - slot])  # the clock stands at W - 1: the next token flushes
-    head.restore(other.snapshot([0]), [slot])
-    assert head.position[slot] == 1
-    head.step(*tokens_of(rng, layer, 2, 1), slots=[0, 1])
-    np.testing.assert_array_equal(head.position[:2], 0)
 
 
 class TestRefusals:

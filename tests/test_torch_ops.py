@@ -156,18 +156,6 @@ def test_drafts_in_a_graph(make, layer, backend, rng):
     same(layered.head, twin)
 
 
-def test_adopted_states(make, layer, backend, rng):
-    layered, twin = DecodeLayer(make(layer, backend)), make(layer, backend)
-    for each in (layered.head, twin):
-        part = each._engine.memory["state"]  # of which `cpu` has more than the state
-        part[:, :, : layer.value_dim, : layer.key_dim] = states_of(np.random.default_rng(0), layer, SLOTS)
-    run, _ = compiled(layered.adopt)
-    run(torch.tensor([4, 1]))
-    twin.adopt([4, 1])
-    tokens = tokens_of(rng, layer, SLOTS, COUNT)
-    np.testing.assert_array_equal(layered(*tensors_of(tokens)), twin.step(*tokens))
-
-
 def test_several_layers_in_one_graph(make, rng):
     """Each has a name and a head of its own; slots may be computed in the graph."""
     layers = [LAYERS["gdn"], LAYERS["kda"]]

@@ -34,16 +34,6 @@ def qwen():
     return make("Qwen3_5")
 
 
-@pytest.mark.parametrize("length", (63, 64, 65))
-def test_lengths_around_a_chunk(model, length):
-    ids = prompt(1, length + 3)
-    want = forward(model, ids)[0][:, length:]
-    with st.patch(model, **REPLAY):
-        cache = forward(model, ids[:, :length])[1]
-        got = [call(model, ids[:, i : i + 1], cache, i) for i in range(length, length + 3)]
-    torch.testing.assert_close(torch.cat(got, 1), want, **TOLERANCE)
-
-
 def test_cropped_caches(model):
     """Verified tokens that are dropped leave no trace; transformers itself keeps them in the state."""
     if not hasattr(transformers.DynamicCache, "activate_past_recording"):
@@ -161,14 +151,6 @@ def test_parameters_that_change(qwen):
         return logits, after
 
     torch.testing.assert_close(steps(st.patch(model, **REPLAY)), steps(nullcontext()), **TOLERANCE)
-
-
-def test_families_of_one_model_type():
-    """The code of a layer decides, not the name in the configuration."""
-    for name, kind in (("KimiLinear", "kda"), ("OlmoHybrid", "gdn")):
-        model = make(name)
-        model.config.model_type = "one"
-        assert {layer.layer.kind for layer in st.layers(model).values()} == {kind}
 
 
 def test_plans_of_a_language_model_within_another_model(qwen):

@@ -93,15 +93,6 @@ def test_two_turns(model, patched):
     assert_same(two_turns(model, prompt()), unpatched(model, prompt(), two_turns))
 
 
-def test_static_cache(model, patched):
-    settings = {"cache_implementation": "static", "disable_compile": True}
-    try:
-        want = unpatched(model, prompt(), **settings)
-    except ValueError as error:
-        pytest.skip(str(error))
-    assert_same(generate(model, prompt(), **settings), want)
-
-
 def test_slots_are_freed(model, patched):
     """At once, not at the next garbage collection."""
     result = generate(model, prompt(3))
@@ -134,23 +125,6 @@ def test_copied_caches(model):
     for answer in answers:
         assert_same(answer, want)
     torch.testing.assert_close(steps[1], forward(model, more[:, :1], want.past_key_values)[0], **TOLERANCE)
-
-
-def test_copies_reorder_their_own_slots(qwen):
-    ids = prompt(2)
-    order = torch.tensor([1, 1])
-
-    def steps(model):
-        cache = generate(model, ids).past_key_values
-        other = copy.deepcopy(cache)
-        other.reorder_cache(order)
-        return [forward(model, prompt(2, 1), x)[0] for x in (cache, other)]
-
-    with st.patch(qwen, "standard", backend="reference"):
-        got = steps(qwen)
-    want = steps(qwen)
-    torch.testing.assert_close(got, want, **TOLERANCE)
-    assert not torch.allclose(*want, **TOLERANCE)
 
 
 def test_copies_outlive_the_patch(qwen):
@@ -217,14 +191,6 @@ def test_prompts_in_chunks(model, patched):
             generate(model, prompt(2, 7), **settings)
     else:
         assert_same(generate(model, prompt(2, 7), **settings), unpatched(model, prompt(2, 7), **settings))
-
-
-@pytest.mark.parametrize("settings", ("prompt_lookup_num_tokens", "assistant_model"))
-def test_assisted_decoding_is_refused(model, patched, settings):
-    """By transformers, for all nine classes: their states can't go back to an earlier token."""
-    value = 2 if settings == "prompt_lookup_num_tokens" else plain(model)
-    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
-        generate(model, prompt(1), **{settings: value})
 
 
 def test_assistants(model, patched):

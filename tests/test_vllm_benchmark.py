@@ -52,11 +52,6 @@ def test_models_and_plans(models, tmp_path):
     "kernel, kind",
     [
         ("_selective_scan_update_kernel", "state"),
-        ("read_step", "state"),
-        ("commit", "state"),
-        ("mamba_inputs", "inputs"),
-        ("add_skip", "inputs"),
-        ("normalised", "inputs"),
         ("delta_inputs", "inputs"),
         ("_causal_conv1d_update_kernel", "convolution"),
         ("fused_moe_kernel", "MoE"),

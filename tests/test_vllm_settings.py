@@ -11,10 +11,9 @@ torch = pytest.importorskip("torch")
 
 import sketchssm as ss  # noqa: E402
 from sketchssm.calibrate.calibration import LayerCalibration, StoredBasis  # noqa: E402
-from sketchssm.layer.slots import SlotPart  # noqa: E402
 from sketchssm.plans.model_plans import LayerFingerprint, ModelFingerprint  # noqa: E402
 from sketchssm.serving import plans  # noqa: E402
-from sketchssm.serving.batches import KnownTokens, RowBuffers, moved_rows, split_rows  # noqa: E402
+from sketchssm.serving.batches import RowBuffers, moved_rows  # noqa: E402
 from sketchssm.serving.blocks import BlockLayout  # noqa: E402
 from sketchssm.serving.decoder import Recipe  # noqa: E402
 from sketchssm.study import bench  # noqa: E402
@@ -166,52 +165,11 @@ def test_shares_of_a_plan(rng):
         plans.sharded(plan, plan.layer, "model.layers.0", 2)
 
 
-def test_rows_without_drafts():
-    split = split_rows(np.array([1, 1, 1, 5, 1]), np.array([4, 0, 9, 3, 0]))
-    assert (split.decodes, split.decode_tokens, split.prefills, split.continued.tolist()) == (3, 3, 2, [3])
-    assert split.fresh.tolist() == [1]
-    assert split.whole.size == 0
-    assert not split_rows(np.array([1, 5]), np.array([4, 0])).continued.size
-    assert split_rows(np.array([1, 1, 0]), np.array([4, 2, 0])).decodes == 3
-
-
 def test_rows_that_move():
     """In blocks of 4 tokens: a new request, one within its block, one that begins another, prefills of more blocks."""
     lengths, computed = np.array([1, 1, 1, 5, 9, 0]), np.array([0, 3, 4, 3, 12, 8])
     rows, places = moved_rows(lengths, computed, 4)
     assert (rows.tolist(), places.tolist()) == ([2, 3, 4], [0, 0, 2])
-
-
-def test_rows_with_drafts():
-    lengths, computed = np.array([3, 1, 2, 2, 4]), np.array([8, 9, 7, 5, 0])
-    prefilling, drafted = np.array([0, 0, 0, 1, 1], bool), np.array([2, -1, 1, -1, -1])
-    split = split_rows(lengths, computed, prefilling, 3, drafted)
-    assert (split.decodes, split.decode_tokens, split.prefills, split.continued.tolist()) == (3, 6, 2, [3])
-    assert split.whole.size == 0
-    # one token of a prompt, which vLLM will not sample after
-    assert split_rows(np.array([1]), np.array([3]), np.array([True]), 3).prefills == 1
-    # known tokens, as after a preemption: vLLM places them among the rows that decode
-    known = split_rows(np.array([3, 2]), np.array([9, 9]), np.array([False, False]), 3, np.array([-1, 1]))
-    assert (known.decodes, known.whole.tolist()) == (2, [0])
-
-
-def test_rows_of_a_graph_of_drafts():
-    """vLLM replays a graph for any batch of rows of 1 + drafts tokens: heads must decode all of them."""
-    split = split_rows(np.array([4, 4, 0]), np.array([8, 8, 0]), np.array([0, 1, 0], bool), 3, np.array([3, -1, -1]))
-    assert (split.decodes, split.prefills) == (3, 0)
-    assert split.whole.tolist() == [1]
-
-
-def test_known_tokens_are_kept():
-    accepted, slots = torch.tensor([1, 2, 1], dtype=torch.int32), torch.tensor([7, 8, 9], dtype=torch.int32)
-    known = KnownTokens()
-    assert known.kept(accepted, slots) is accepted
-    known.note(torch.tensor([9, 5]), torch.tensor([4, 3]), 10)
-    kept = known.kept(accepted, slots)
-    assert kept.tolist() == [1, 2, 4]
-    assert kept.dtype == torch.int32
-    assert known.kept(accepted, slots).tolist() == [1, 2, 1]  # once
-    assert known.kept(accepted[:1], torch.tensor([5])).tolist() == [3]  # of a row that was left out for some steps
 
 
 def test_buffers_stay_where_they_are():
@@ -228,30 +186,6 @@ def test_buffers_stay_where_they_are():
     for name in ("slots", "lengths", "accepted"):
         assert getattr(full, name).data_ptr() == getattr(ragged, name).data_ptr()
     assert buffers.fill(slots, np.array([1, 1])).lengths is None
-
-
-def test_parts_behind_a_state():
-    parts = (
-        SlotPart("state", (2, 3), "float32", 16),
-        SlotPart("keys", (3,), "bfloat16", 16),
-        SlotPart("gates", (2, 2), "float32", 16),
-        SlotPart("cursor", (), "int32", 4),
-    )
-    layout = BlockLayout.behind(40, parts)
-    assert layout.offsets == (8, 24, 40)  # bytes 48, 64 and 80 of a block
-    assert (layout.bytes, layout.state_bytes) == (44, 24)
-    pool = torch.zeros(3, 128, dtype=torch.uint8)
-    views = layout.views(pool[:, 40:84])
-    assert {name: tuple(view.shape) for name, view in views.items()} == {
-        "keys": (3, 3),
-        "gates": (3, 2, 2),
-        "cursor": (3,),
-    }
-    views["gates"][1, 1, 0] = 1.0
-    views["cursor"][2] = 7
-    assert pool[1, 72:76].view(torch.float32).item() == 1.0
-    assert pool[2, 80].item() == 7
-    assert BlockLayout.behind(40, parts[:1]).bytes == 0
 
 
 def recipe_of(shape, map, state_dtype="float32", **form):

@@ -1,18 +1,12 @@
 """Benchmarks and comparisons on a device at tiny sizes: checks their reports, not the speed."""
 
-import json
 import warnings
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from gpu.cuda_support import LAYERS
 
-from sketchssm.calibrate.plans import Settings
-from sketchssm.calibrate.traces import Traces
-from sketchssm.cli import main
 from sketchssm.study import bench
-from sketchssm.study.evaluate import Study, entries, measure
 
 pytestmark = pytest.mark.gpu
 
@@ -54,40 +48,3 @@ def test_peers(peer):
     assert result.error < ROUNDED
     assert result.state_error < EXACT
     assert 0 < result.microseconds < 1e4
-
-
-def test_command(tmp_path):
-    arguments = ["bench", "--shape", "qwen3-next", "--batch", "1,2", "--seconds", "0", "--peers", "--json"]
-    done = CliRunner().invoke(main, [*arguments, str(tmp_path / "out.json")])
-    assert done.exit_code == 0, done.output
-    report = json.loads((tmp_path / "out.json").read_text())
-    assert report["copy_bandwidth"] > 1e11
-    assert {r["system"] for r in report["results"]} >= {"standard", "replay"}
-    assert all(r["error"] < ROUNDED for r in report["results"])
-
-
-def test_evaluation():
-    """Inputs on the host, states on the device."""
-    study = Study(Traces.shipped("gdn"), Settings(16), ranks=(4,), mean_rank=4, every=64)
-    listed = {entry.name: entry for entry in entries(study)}
-    for name in ("exact/standard", "exact/replay", "sketch/lowrank-4"):
-        found, judge = (measure(listed[name], study, backend) for backend in ("cuda", "reference"))
-        assert found.backend == "cuda"
-        assert found.state_error < EXACT
-        assert found.output_error == pytest.approx(judge.output_error, rel=0.05, abs=EXACT)
-
-
-@pytest.mark.parametrize("map", ["lowrank", "ridge"])
-def test_arrivals(map):
-    """Graphs whose slots change between replays, in every mode; the clocks of two layers differ."""
-    layer = LAYERS["gdn"]
-    plan = bench.random_plan(layer, bench.spread_ranks(layer.heads, 5), 4, map)
-    case = bench.Case("tiny", layer, 6, 4, [plan])
-    report = bench.time_arrivals([case], "cuda", layers=2, steps=40, mean_tokens=9, duty=0.5)
-    assert [r.mode for r in report.results] == ["arrivals", "lockstep", "clock", "no clock"]
-    for result in report.results:
-        assert result.backend == "cuda"
-        assert result.error < ROUNDED
-        assert result.state_error < EXACT
-        assert 0 < result.microseconds < 1e4
-        assert len(result.steps) == 40

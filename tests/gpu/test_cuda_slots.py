@@ -55,47 +55,6 @@ def test_loads_beside_steps(torch, kind, rng):
         np.testing.assert_array_equal(of_two, of_one)
 
 
-@pytest.mark.parametrize("dtype", ["int32", "int64"])
-def test_graphs_with_other_slots(torch, dtype, rng):
-    """Replays of two graphs, whose slots change in between: wrong ones are left out, like padding, and counted."""
-    layer = LAYERS["gdn"]
-    head, twin = make_head("gdn", 2 * BATCH), make_head("gdn", 2 * BATCH)
-    given = on_device(torch, layer, rng)
-    slots, good = (torch.arange(BATCH, device="cuda", dtype=getattr(torch, dtype)) for _ in range(2))
-    src, dst = torch.zeros(4, device="cuda", dtype=slots.dtype), torch.zeros(4, device="cuda", dtype=slots.dtype)
-    out, want = torch.empty_like(given[2]), torch.empty_like(given[2])
-    head.step(*given, slots=slots, out=out)
-    twin.step(*given, slots=good, out=want)
-    torch.cuda.synchronize()
-    graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
-    with torch.cuda.graph(graphs[0]):
-        head.step(*given, slots=slots, out=out)
-    with torch.cuda.graph(graphs[1]):
-        head.step(*given, slots=slots, out=out)
-        head.copy(src, dst)
-    left = 0
-    for t in range(STEPS):
-        chosen = rng.permutation(2 * BATCH)[:BATCH]
-        wrong = chosen.copy()
-        wrong[3], wrong[10], wrong[20] = wrong[40], 2 * BATCH + t, -1
-        right = np.where(np.isin(np.arange(BATCH), [3, 40, 10, 20]), -1, chosen)
-        left += 3
-        slots.copy_(torch.from_numpy(wrong))
-        good.copy_(torch.from_numpy(right))
-        pairs = rng.permutation(2 * BATCH)[:4]
-        src.copy_(torch.from_numpy(pairs))
-        dst.copy_(torch.from_numpy(pairs[[1, 0, 3, 2]]))
-        graphs[t % 2].replay()
-        twin.step(*given, slots=good, out=want)
-        if t % 2:
-            twin.copy(src, dst)
-        assert torch.equal(out, want)
-    assert head.left_out() == left
-    assert twin.left_out() == 0
-    for name, array in head._engine.memory.items():
-        np.testing.assert_array_equal(array.view(np.uint8).get(), twin._engine.memory[name].view(np.uint8).get())
-
-
 def test_many_blocks(cupy, rng):
     """4096 rows of 64 heads; the first rows decode like those of a small head."""
     layer = Layer("gdn", 64, 64, 64, 64)
