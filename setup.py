@@ -22,7 +22,7 @@ class CleanBuild(build_py):
 
 packages = find_packages(include=["sketchssm", "sketchssm.*"])
 package_dir = {}
-package_data = {"sketchssm": ["py.typed", "calibrate/data/*.npz", "cli/*.html"]}
+package_data = {"sketchssm": ["py.typed", "calibrate/data/*.npz"]}
 
 # The CUDA sources are beside the package. They are installed into it and compiled on the user's machine.
 if Path("cuda_src").is_dir():

@@ -22,7 +22,6 @@ calibrate good.npz other.npz --out new.safetensors | --out: expected a folder fo
 plan good.npz other.npz --error 1 --out new.safetensors | --out: expected a folder for 2 trace files, got the file new
 calibrate logits.npz --out out | logits.npz: calib_beta: expected write gates from 0 to 2, got
 demo --json folder | --json: expected a file, got the folder
-plan good.npz --error 1 --out out --plots p.pdf | --plots: expected a name that ends in .png or .svg
 plan --error 1 --out out | TRACES: expected trace files
 plan --model folder --error 1 --out out | --model: expected trace files of the model's layers, which sketchssm.trans
 plan good.npz --microseconds 1 --out out | expected --time-on
@@ -100,15 +99,9 @@ def test_errors_are_one_line_and_exit_code_2(case, files, monkeypatch):
 
 
 ONE_FILE = """
---report --out  evaluate good.npz --report new --out new
---report --out  evaluate good.npz --out new --report link
---report --out  evaluate good.npz --out r --report here/r/drift.csv
 --json --out    evaluate good.npz --out r --json r/../r/results.json
---report --out  evaluate good.npz --out r --plots --report r/ranks.png
---json --report evaluate good.npz --json new --report {}/new
---json --report evaluate good.npz --report new --json new/below
---report --plan evaluate good.npz --plan plan --report here/plan
---report TRACES evaluate good.npz --report good.npz
+--json --out    evaluate good.npz --out r --plots --json r/drift-of-states.png
+--json --plan   evaluate good.npz --plan plan --json here/plan
 --json --plans  evaluate --model folder --text text --plans plan --json plan
 --out TRACES    calibrate good.npz --out here/good.npz
 --json TRACES   calibrate good.npz --out new --json good.npz
@@ -116,11 +109,7 @@ ONE_FILE = """
 --json --out    calibrate good.npz other.npz --out new --json new
 --out --text    calibrate --model folder --text text --out text
 --json --out    plan good.npz --error 1 --out new --json ./new
---plots --out   plan good.npz --error 1 --out p.svg --plots p.svg
---json --plots  plan good.npz --error 1 --out new --plots p.svg --json here/p.svg
 --json --plan   bench --plan plan --json plan
---json --plots  demo --plots new --json link
---json --plots  demo --plots new --json new/ranks.png
 --json PLAN     info plan --json here/plan
 """
 """The option that is refused, the argument that has its file, and the command."""
@@ -153,7 +142,7 @@ def test_files_that_cannot_be_written(tmp_path, monkeypatch):
     result = invoke("evaluate", traces, "--out", tmp_path / "file" / "below", code=2)
     assert f"--out: expected a file in a folder, got {tmp_path / 'file' / 'below'}" in result.stderr
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
-    for option in ("--out", "--json", "--report"):
+    for option in ("--out", "--json"):
         result = invoke("evaluate", traces, option, tmp_path / "new" / "below", code=2)
         assert f"{option}: expected a folder that can be written, got {tmp_path / 'new'}" in result.stderr
 
@@ -161,8 +150,7 @@ def test_files_that_cannot_be_written(tmp_path, monkeypatch):
 def test_refused_outputs_leave_their_files(tmp_path):
     traces = write_traces(tmp_path / "layer3.npz", "gdn")
     before = traces.read_bytes()
-    for option in ("--report", "--json"):
-        invoke("evaluate", traces, "--systems", "exact", option, traces, code=2)
+    invoke("evaluate", traces, "--systems", "exact", "--json", traces, code=2)
     assert traces.read_bytes() == before
 
 

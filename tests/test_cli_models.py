@@ -85,11 +85,11 @@ def test_token_ids_in_place_of_text(folder, plans, tmp_path):
 def test_settings_reach_the_plans(folder, tmp_path):
     out = tmp_path / "plans.safetensors"
     arguments = ["--model", folder, "--text", folder / "text.npy", *SHORT, "--mean-rank", 2, "--window", 4]
-    chosen = ["--map", "lowrank", "--sketch-dtype", "int8", "--method", "error", "--rank-max", 3]
+    chosen = ["--map", "ridge", "--sketch-dtype", "int8", "--method", "error", "--rank-max", 3]
     invoke("calibrate", *arguments, *chosen, "--out", out)
     plans = st.ModelPlans.load(out)
     assert plans.allocation.method == "error"
-    assert {(x.window, x.map.name, x.sketch_dtype) for x in plans.values()} == {(4, "lowrank", "int8")}
+    assert {(x.window, x.map.name, x.sketch_dtype) for x in plans.values()} == {(4, "ridge", "int8")}
     assert max(plan.ranks.max() for plan in plans.values()) == 3
 
 

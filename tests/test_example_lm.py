@@ -65,7 +65,7 @@ def test_full_reads_and_full_ranks_are_exact(kind, lm, rng):
     model = tiny(lm, kind, torch.float64)
     basis, layer = Basis(rng, model.layer), model.layer
     for ranks, tolerance in ((ss.FULL_STATE, 1e-11), (layer.key_dim, 1e-6)):  # the plan's bases are float32
-        plan = ss.SketchPlan(basis, np.full(layer.heads, ranks), window=8, map="lowrank")
+        plan = ss.SketchPlan(basis, np.full(layer.heads, ranks), window=8, map="subspace")
         heads = {place: ss.SketchHead(plan, 3, "reference") for place in model.recurrent}
         assert relative(model(ids(), lm["recurrence"].Heads(heads)), model(ids())) < tolerance
 

@@ -46,7 +46,6 @@ def test_wheel(tmp_path):
     assert {name for name in names if "cuda_src/" in name} == {
         f"sketchssm/{path.relative_to(ROOT)}" for path in (ROOT / "cuda_src").rglob("*.cu*")
     }
-    assert "sketchssm/cli/report.html" in names
     assert ("sketchssm/cuda/_direct.abi3.so" in names) == (shutil.which("g++") is not None)
     assert not any(name.endswith((".cpp", ".c")) for name in names)
     assert {name for name in names if name.endswith(".py")} == {

@@ -227,12 +227,3 @@ def test_command(tmp_path):
     assert "error: expected a target within reach, got 1e-09; the least is" in beyond.stderr
     refused = invoke("plan", *paths, *settings, "--error", 1, "--maps", "subspace:1", code=2)
     assert "'--maps': ridge: map 'subspace' has no ridge" in refused.output
-
-
-def test_command_draws(tmp_path):
-    pytest.importorskip("matplotlib")
-    path = write_traces(tmp_path / "gdn.npz", "gdn")
-    settings = ["--maps", "ridge", "--sketch-dtypes", "bfloat16", "--windows", "8", "--mean-ranks", "2,4"]
-    invoke("plan", path, *settings, "--traffic", "5", "--backend", "reference", "--out", tmp_path / "plan.safetensors",
-           "--plots", tmp_path / "frontier.svg")  # fmt: skip
-    assert (tmp_path / "frontier.svg").read_bytes().startswith(b"<?xml")

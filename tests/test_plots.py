@@ -2,11 +2,10 @@
 
 import sys
 
-import numpy as np
 import pytest
 
 from sketchssm.layer.recurrence import ROUNDING
-from sketchssm.study import figures, plots
+from sketchssm.study import plots
 from sketchssm.study.evaluate import LayerResults, Measurement
 from sketchssm.study.evaluate.registry import FULL_METHOD
 
@@ -41,13 +40,11 @@ def matplotlib():
 @pytest.mark.parametrize(("suffix", "layers"), [(".png", [LAYER]), (".svg", [LAYER, layer_of(*LAYER.systems)])])
 def test_pictures(suffix, layers, matplotlib, tmp_path):
     made = plots.draw(layers, tmp_path, suffix)
-    assert set(made) == {
-        "error-against-traffic", "retained-by-rank", "drift-of-outputs", "drift-of-states", "ranks",
-    }  # fmt: skip
+    assert set(made) == {"error-against-traffic", "drift-of-outputs", "drift-of-states"}
     for path in made.values():
         assert path.read_bytes().startswith(HEADER[suffix])
     if suffix == ".svg":
-        assert "a $x and $y" in made["retained-by-rank"].read_text()  # no formula
+        assert "a $x and $y" in made["drift-of-states"].read_text()  # no formula
 
 
 def test_pictures_without_data_are_left_out(matplotlib, tmp_path):
@@ -68,12 +65,12 @@ def test_errors_of_rounding_are_drawn_on_the_line(drawn, tmp_path):
     curves = {line.get_label(): list(line.get_ydata()) for line in drawn[0].axes[0].get_lines()}
     assert curves["exact/standard"] == curves["exact/replay"] == [ROUNDING]
     assert curves["sketch/ridge"] == [0.02, 0.03]
-    for figure in (drawn[0], drawn[2], drawn[3]):
+    for figure in drawn:
         assert "errors below 1e-05, float32 rounding, are drawn on the dotted line" in figure.get_suptitle()
 
 
 def test_a_failed_picture_leaves_the_old_one(matplotlib, tmp_path, monkeypatch):
-    path = plots.rank_heatmap({"layer": np.array([1, 2])}, tmp_path / "a.svg")
+    path = plots.draw([LAYER], tmp_path, ".svg")["drift-of-states"]
     before = path.read_bytes()
     savefig = matplotlib.figure.Figure.savefig
 
@@ -83,17 +80,11 @@ def test_a_failed_picture_leaves_the_old_one(matplotlib, tmp_path, monkeypatch):
 
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", fail)
     with pytest.raises(OSError, match="disk full"):
-        plots.rank_heatmap({"layer": np.array([2, 1])}, path)
+        plots.draw([LAYER], tmp_path, ".svg")
     assert path.read_bytes() == before
-
-
-def test_no_ranks_no_picture(matplotlib, tmp_path):
-    with pytest.raises(ValueError, match="ranks: expected at least one row"):
-        plots.rank_heatmap({}, tmp_path / "a.png")
 
 
 def test_missing_matplotlib_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for call in (figures.check, lambda: plots.draw([LAYER], tmp_path)):
-        with pytest.raises(ModuleNotFoundError, match=r"pip install 'sketchssm-decode\[plot\]'"):
-            call()
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'sketchssm-decode\[plot\]'"):
+        plots.draw([LAYER], tmp_path)

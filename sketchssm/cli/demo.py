@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 import sketchssm
 from sketchssm.cli import options
-from sketchssm.cli.options import COUNT, NEW_FOLDER, NUMBERS
+from sketchssm.cli.options import COUNT, NUMBERS
 
 if TYPE_CHECKING:
     from sketchssm.calibrate.plans import Settings
@@ -31,12 +30,6 @@ ROWS = 128
 @options.map_settings
 @options.backend
 @options.seed
-@click.option(
-    "--plots",
-    type=NEW_FOLDER,
-    callback=options.needs_matplotlib,
-    help="Draw pictures into this folder (needs matplotlib).",
-)
 @options.output
 def command(
     ranks: tuple[int, ...],
@@ -44,7 +37,6 @@ def command(
     settings: Settings,
     backend: str,
     seed: int,
-    plots: Path | None,
     json_file: str | None,
 ) -> None:
     """Calibrate, plan, decode and compare, on real traces of one small layer of each kind.
@@ -54,12 +46,10 @@ def command(
     from sketchssm.calibrate.traces import SHIPPED, Traces
     from sketchssm.cli.output import Output
     from sketchssm.study.evaluate import Study, evaluate, select, tables
-    from sketchssm.study.plots import draw, picture_files
 
     if backend == "reference":
         options.refuse("with --backend reference, which is not timed", ("rows",))
-    pictures = () if plots is None else picture_files(plots)
-    options.check_files({}, plots=pictures, json=json_file)
+    options.check_files({}, json=json_file)
     started = time.perf_counter()
     output = Output(json_file)
     output.say(
@@ -80,8 +70,6 @@ def command(
     ]
     output.table(*tables.ablations(found.layers))
     output.table(*tables.details(compared, times or None))
-    if plots is not None:
-        output.say("Pictures: " + ", ".join(str(path) for path in draw(found.layers, plots).values()))
     took = time.perf_counter() - started
     timed = f"Times: steps of {rows} rows on {used}. " if times else ""
     output.say(f"\n{timed}The demo took {took:.0f} s.")

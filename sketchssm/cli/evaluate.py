@@ -13,7 +13,7 @@ import numpy as np
 
 import sketchssm
 from sketchssm.cli import options
-from sketchssm.cli.options import AT_LEAST_ONE, COUNT, NEW_FILE, NEW_FOLDER, NUMBERS, PATH
+from sketchssm.cli.options import AT_LEAST_ONE, COUNT, NEW_FOLDER, NUMBERS, PATH
 from sketchssm.study.tasks import TASKS, Prompts, make_prompts
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sketchssm.transformers.loading import ModelText
 
 TRACE_OPTIONS = (
-    *("systems", "plan_file", "ranks", "mean_rank", "every", "seed", "out", "plots", "suffix", "report"),
+    *("systems", "plan_file", "ranks", "mean_rank", "every", "seed", "out", "plots", "suffix"),
     *options.MAP_SETTINGS,
 )
 """Names of the options that have no effect on a model; the seed has one on tasks."""
@@ -114,12 +114,6 @@ def _task(text: str) -> str:
     default="png",
     help="Format of the pictures of --plots.",
 )
-@click.option(
-    "--report",
-    type=NEW_FILE,
-    callback=options.needs_matplotlib,
-    help="Write everything as one page of HTML (needs matplotlib).",
-)
 @options.model_options
 @click.option("--plans", help="For --model: file or folder of plans, or the exact systems standard or replay.")
 @options.gather(
@@ -160,7 +154,6 @@ def command(
     out: Path | None,
     plots: bool,
     suffix: str,
-    report: Path | None,
     source: ModelText | None,
     plans: str | None,
     asked: Recall | None,
@@ -191,7 +184,6 @@ def command(
         options.refuse("without --plots", ("suffix",))
     from sketchssm.calibrate.traces import Traces, named_errors
     from sketchssm.cli.output import Output
-    from sketchssm.cli.page import write_page
     from sketchssm.study.evaluate import Study, evaluate, select
     from sketchssm.study.evaluate.evaluation import RESULT_FILES
     from sketchssm.study.evaluate.tables import all_tables
@@ -200,7 +192,7 @@ def command(
     files = [] if out is None else [out / name for name in RESULT_FILES]
     if out is not None and plots:
         files += picture_files(out, f".{suffix}")
-    options.check_files({"TRACES": traces, "--plan": plan_file}, out=files, report=report, json=json_file)
+    options.check_files({"TRACES": traces, "--plan": plan_file}, out=files, json=json_file)
     output = Output(json_file)
     plans_of = [None for _ in traces] if plan_file is None else _plans_of(traces, plan_file)
     names = [name.strip() for names in systems for name in names.split(",")]
@@ -225,8 +217,6 @@ def command(
     written = [] if out is None else found.save(out, sketchssm.__version__)
     if out is not None and plots:
         written += draw(found.layers, out, f".{suffix}").values()
-    if report is not None:
-        written.append(write_page(found, report))
     if written:
         output.say("\nWritten: " + ", ".join(map(str, written)))
 

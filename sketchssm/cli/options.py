@@ -79,7 +79,7 @@ def needs_matplotlib(context: click.Context, param: click.Parameter, value: Any)
     if value:
         from sketchssm.study import figures
 
-        figures.check()
+        figures.load_pyplot()
     return value
 
 

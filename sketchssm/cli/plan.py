@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from sketchssm.cli import options
-from sketchssm.cli.options import COUNT, NEW_FILE, NUMBERS, PATH, POSITIVE, Commas
+from sketchssm.cli.options import COUNT, NUMBERS, PATH, POSITIVE, Commas
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.formats import SketchFormat
 
@@ -71,7 +71,6 @@ def _needs_traces(context: click.Context, param: click.Parameter, value: str | N
 )
 @click.option("--batch", type=COUNT, default=32, help="Rows of a timed step.")
 @options.backend
-@click.option("--plots", type=NEW_FILE, help="Draw the frontier (needs matplotlib).")
 @options.output
 def command(
     traces: tuple[Path, ...],
@@ -87,7 +86,6 @@ def command(
     time_on: str | None,
     batch: int,
     backend: str,
-    plots: Path | None,
     json_file: str | None,
 ) -> None:
     """Choose map, format, window, ranks and residuals for TRACES, one npz file per layer, by measurement.
@@ -112,15 +110,11 @@ def command(
         options.refuse("with the map subspace alone", ("mean_ranks",))
     from sketchssm.calibrate.traces import Traces
     from sketchssm.cli.output import Output, plan_paths, save_plans
-    from sketchssm.study import figures
     from sketchssm.study.planning import StepTimes, UnmetTargetError, autoplan, candidates
     from sketchssm.study.planning.report import describe, frontier_table
-    from sketchssm.study.plots import draw_frontier
 
     files = plan_paths(traces, out)
-    options.check_files({"TRACES": traces}, out=files, plots=plots, json=json_file)
-    if plots is not None:
-        figures.check(plots, "--plots")
+    options.check_files({"TRACES": traces}, out=files, json=json_file)
     output = Output(json_file)
     layers = [Traces.load(path) for path in traces]
     chosen = {} if maps is None else {"maps": maps}
@@ -149,6 +143,4 @@ def command(
     if unmet is not None:
         raise unmet
     save_plans(found.plans, files)
-    if plots is not None:
-        output.say(f"\nWritten: {draw_frontier(found, plots)}")
     output.finish(describe(found, files, standard))

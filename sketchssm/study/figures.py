@@ -49,25 +49,13 @@ def save(figure: Any, path: str | os.PathLike[str]) -> Path:
     from matplotlib import pyplot
 
     try:
-        target = _checked(path)
+        target = Path(path)
+        if target.suffix not in (".png", ".svg"):
+            raise ValueError(f"path: expected a name that ends in .png or .svg, got {target.name!r}")
         target.parent.mkdir(parents=True, exist_ok=True)
         whole, form = io.BytesIO(), target.suffix[1:]
         figure.savefig(whole, format=form, metadata={"Date": None} if form == "svg" else None)
         write_whole(target, whole.getvalue())
     finally:
         pyplot.close(figure)
-    return target
-
-
-def check(path: str | os.PathLike[str] | None = None, name: str = "path") -> None:
-    """Check before long work that pictures can be drawn after it: matplotlib, and the suffix of the file to write."""
-    if path is not None:
-        _checked(path, name)
-    load_pyplot()
-
-
-def _checked(path: str | os.PathLike[str], name: str = "path") -> Path:
-    target = Path(path)
-    if target.suffix not in (".png", ".svg"):
-        raise ValueError(f"{name}: expected a name that ends in .png or .svg, got {target.name!r}")
     return target

@@ -1,24 +1,21 @@
-"""Pictures of evaluations and benchmarks, as PNG or SVG by the suffix of the file; they need matplotlib."""
+"""Pictures of evaluations, as PNG or SVG by the suffix of the file; they need matplotlib."""
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from sketchssm.layer.recurrence import FULL_STATE, ROUNDING
+from sketchssm.layer.recurrence import ROUNDING
 from sketchssm.study.evaluate.evaluation import LayerResults
 from sketchssm.study.evaluate.measure import Measurement
 from sketchssm.study.evaluate.registry import FULL_METHOD
 from sketchssm.study.figures import COLOURS, MARKERS, STYLE, load_pyplot, save
-from sketchssm.study.planning import PlanPoint, PlanSearch
 
-PICTURES = ("error-against-traffic", "retained-by-rank", "drift-of-outputs", "drift-of-states", "ranks")
+PICTURES = ("error-against-traffic", "drift-of-outputs", "drift-of-states")
 """Pictures of `draw`; the names of their files."""
 
 GREY_MARKERS = "ovs*hp"
@@ -39,10 +36,8 @@ def draw(layers: Sequence[LayerResults], folder: Path, suffix: str = ".png") -> 
     """Draw every picture of an evaluation that the results have data for, one panel per layer; files by picture."""
     makers: tuple[Callable[[Sequence[LayerResults], Path], Path | None], ...] = (
         _error_against_traffic,
-        _retained_by_rank,
         lambda shown, path: _over_tokens(shown, path, "output_error", "outputs"),
         lambda shown, path: _over_tokens(shown, path, "state_error", "states"),
-        _ranks,
     )
     made = [make(layers, path) for make, path in zip(makers, picture_files(folder, suffix), strict=True)]
     return {name: path for name, path in zip(PICTURES, made, strict=True) if path is not None}
@@ -51,69 +46,6 @@ def draw(layers: Sequence[LayerResults], folder: Path, suffix: str = ".png") -> 
 def picture_files(folder: Path, suffix: str = ".png") -> list[Path]:
     """Files that `draw` may write: one for each of `PICTURES`."""
     return [folder / f"{name}{suffix}" for name in PICTURES]
-
-
-def rank_heatmap(ranks: Mapping[str, npt.NDArray[Any]], path: str | os.PathLike[str]) -> Path:
-    """Draw the rank of every head, one row per layer or allocation; `FULL_STATE` has a colour of its own."""
-    if not ranks:
-        raise ValueError("ranks: expected at least one row, got none")
-    pyplot = load_pyplot()
-    heads = max(row.size for row in ranks.values())
-    top = max(2, *(int(row.max(initial=1)) for row in ranks.values()))
-    full = top + 1
-    table = np.full((len(ranks), heads), np.nan)
-    for i, row in enumerate(ranks.values()):
-        table[i, : row.size] = np.where(row == FULL_STATE, full, row)
-    with pyplot.rc_context(STYLE | {"axes.grid": False}):
-        size = (min(3.8 + 0.42 * heads, 14), min(1.9 + 0.34 * len(ranks), 14))
-        figure, axes = pyplot.subplots(figsize=size, layout="constrained")
-        colours = pyplot.get_cmap("cividis").with_extremes(bad="white", over=COLOURS[1])
-        image = axes.imshow(table, cmap=colours, norm="log", aspect="auto", interpolation="nearest")
-        image.set_clim(1, top)
-        axes.set_xlabel("head")
-        figure.suptitle("Rank of each head")
-        axes.set_yticks(range(len(ranks)), [_plain(name) for name in ranks])
-        axes.set_xticks(np.arange(0, heads, max(1, heads // 16)))
-        axes.spines[:].set_visible(False)
-        axes.tick_params(length=0)
-        if heads <= 32 and len(ranks) <= 40:
-            for i, j in zip(*np.nonzero(~np.isnan(table)), strict=True):
-                text = "full" if table[i, j] == full else f"{table[i, j]:.0f}"
-                colour = "black" if table[i, j] ** 2 > top else "white"  # the scale is logarithmic
-                axes.text(j, i, text, ha="center", va="center", fontsize=8 if heads <= 16 else 6, color=colour)
-        marked = bool((table == full).any())
-        bar = figure.colorbar(image, ax=axes, extend="max" if marked else "neither", label="rank G")
-        _plain_ticks(bar.ax.yaxis, [t for t in (1, 2, 3, 5, 10, 20, 30, 50, 100) if t <= top])
-        if marked:
-            bar.ax.set_title("full", fontsize=8)
-        return save(figure, path)
-
-
-def draw_frontier(found: PlanSearch, path: str | os.PathLike[str]) -> Path:
-    """Draw the points of a search for plans, one curve per settings, and the frontier."""
-    curves: dict[str, list[PlanPoint]] = {}
-    for point in found.points:
-        curves.setdefault(str(point.candidate), []).append(point)
-    best = {str(point.candidate) for point in found.frontier}
-    timed = found.chosen.seconds is not None
-    scale = 1e6 if timed else 1.0
-    pyplot = load_pyplot()
-    with pyplot.rc_context(STYLE):
-        figure, [axes] = _panels(pyplot, [""], f"Cost and error of {len(found.points)} plans", size=(8.0, 4.4))
-        for i, name in enumerate(sorted(best)):
-            own = sorted(curves[name], key=lambda point: point.cost)
-            axes.plot([scale * p.cost for p in own], [p.error for p in own], label=name, **_look(i))
-        others = [point for name, own in curves.items() if name not in best for point in own]
-        axes.plot([scale * p.cost for p in others], [p.error for p in others], ".", color="#bbbbbb", label="others")
-        line = found.frontier
-        axes.plot(
-            [scale * p.cost for p in line], [p.error for p in line], "k", linewidth=0.8, zorder=1, label="frontier"
-        )
-        ring: Any = {"markersize": 11, "fillstyle": "none", "linestyle": "none", "label": "chosen plans"}
-        axes.plot([scale * found.chosen.cost], [found.chosen.error], "ko", **ring)
-        axes.set_yscale("log")
-        cost = "microseconds of a step" if timed else "bytes of a step, share of standard decode's"
-        return _finish(figure, [axes], cost, "relative error of the outputs", path)
 
 
 def _error_against_traffic(layers: Sequence[LayerResults], path: Path) -> Path | None:
@@ -144,29 +76,6 @@ def _error_against_traffic(layers: Sequence[LayerResults], path: Path) -> Path |
         )
 
 
-def _retained_by_rank(layers: Sequence[LayerResults], path: Path) -> Path | None:
-    """Lost energy of the state reads by mean rank: all heads, and quartiles over heads; one curve per map."""
-    groups = [_curves(layer, "sketch") for layer in layers]
-    if not any(groups):
-        return None
-    pyplot = load_pyplot()
-    names = list(dict.fromkeys(name for curves in groups for name in curves))
-    with pyplot.rc_context(STYLE):
-        title = "Lost share of the state reads' energy, held-out text\n(lines: all heads; bands: quartiles over heads)"
-        figure, panels = _panels(pyplot, [layer.name for layer in layers], title)
-        for axes, curves in zip(panels, groups, strict=True):
-            for name, curve in curves.items():
-                ranks = [int(s.setting.rpartition("-")[2]) for s in curve]
-                lost = np.maximum(1 - np.array([s.head_retained for s in curve]), 1e-6)
-                low, high = np.quantile(lost, (0.25, 0.75), axis=1)
-                look = _look(names.index(name)) | {"markersize": 4}
-                axes.plot(ranks, [max(1 - s.retained, 1e-6) for s in curve], label=name, **look)
-                axes.fill_between(ranks, low, high, color=look["color"], alpha=0.12, linewidth=0)
-            axes.set(xscale="log", yscale="log")
-            _plain_ticks(axes.xaxis, sorted({int(s.setting.rpartition("-")[2]) for c in curves.values() for s in c}))
-        return _finish(figure, panels, "mean rank", "1 - retained", path)
-
-
 def _over_tokens(layers: Sequence[LayerResults], path: Path, field: str, what: str) -> Path | None:
     """Errors over tokens of one system per curve."""
     shown = [_representative(layer) for layer in layers]
@@ -186,17 +95,6 @@ def _over_tokens(layers: Sequence[LayerResults], path: Path, field: str, what: s
             axes.axhline(ROUNDING, color="black", linewidth=0.8, linestyle=":")
             axes.set_yscale("log")
         return _finish(figure, panels, "tokens since the start of the sequence", f"relative error of the {what}", path)
-
-
-def _ranks(layers: Sequence[LayerResults], path: Path) -> Path | None:
-    """Ranks that each allocation gives to the heads."""
-    rows = {
-        f"{layer.name}, by {s.setting.removeprefix('allocation-')}": np.array(s.ranks)
-        for layer in layers
-        for s in layer.systems
-        if s.setting.startswith("allocation-") and s.ranks and s.setting != "allocation-uniform"
-    }
-    return rank_heatmap(rows, path) if rows else None
 
 
 def series(name: str) -> str:
@@ -246,26 +144,22 @@ def _looks(layers: Sequence[LayerResults]) -> dict[str, dict[str, Any]]:
     return looks
 
 
-def _panels(
-    pyplot: Any, titles: Sequence[str], title: str, size: tuple[float, float] = (3.6, 3.0)
-) -> tuple[Any, list[Any]]:
+def _panels(pyplot: Any, titles: Sequence[str], title: str) -> tuple[Any, list[Any]]:
     """A figure with one panel per title, all with the same axes."""
     columns = min(COLUMNS, len(titles))
     rows = -(-len(titles) // columns)
-    whole = (max(size[0] * columns, 6.5), size[1] * rows + 0.8)
-    figure, grid = pyplot.subplots(
-        rows, columns, figsize=whole, sharex=True, sharey=True, squeeze=False, layout="constrained"
-    )
+    shared: Any = {"sharex": True, "sharey": True, "squeeze": False, "layout": "constrained"}
+    figure, grid = pyplot.subplots(rows, columns, figsize=(max(3.6 * columns, 6.5), 3.0 * rows + 0.8), **shared)
     figure.suptitle(title, fontsize=11)
     panels = list(grid.flat)
     for spare in panels[len(titles) :]:
         spare.set_visible(False)
     for axes, name in zip(panels, titles, strict=False):
-        axes.set_title(_plain(name), fontsize=10)
+        axes.set_title(name.replace("$", r"\$"), fontsize=10)  # a dollar sign of the user does not begin a formula
     return figure, panels[: len(titles)]
 
 
-def _finish(figure: Any, panels: Sequence[Any], x: str, y: str, path: str | os.PathLike[str]) -> Path:
+def _finish(figure: Any, panels: Sequence[Any], x: str, y: str, path: Path) -> Path:
     """Label the axes, add one legend below all panels, for which the figure grows, and write the file."""
     columns = min(COLUMNS, len(panels))
     for axes in panels[-columns:]:  # above an empty place, too
@@ -283,11 +177,6 @@ def _finish(figure: Any, panels: Sequence[Any], x: str, y: str, path: str | os.P
         figure.set_size_inches(width, height + 0.2 * -(-len(seen) // columns))
         figure.legend(list(seen.values()), list(seen), loc="outside lower center", fontsize=9, ncols=columns)
     return save(figure, path)
-
-
-def _plain(text: str) -> str:
-    """Names of the user as plain text: a dollar sign does not begin a formula."""
-    return text.replace("$", r"\$")
 
 
 def _plain_ticks(axis: Any, ticks: Sequence[int]) -> None:

@@ -38,11 +38,6 @@ class LayerResults:
     map: str  # name of the coefficient map in use
     systems: list[Measurement]
 
-    @property
-    def half_life(self) -> list[float]:
-        """Half-lives of the gates of all heads in tokens, infinite ones included."""
-        return [math.inf if life is None else life for life in self.facts["half_life"]]
-
     def find(self, name: str) -> Measurement | None:
         """Return a system by its name ``family/setting``; None if it was not measured."""
         return next((system for system in self.systems if system.name == name), None)
