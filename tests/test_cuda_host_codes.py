@@ -3,20 +3,16 @@
 import numpy as np
 import pytest
 from gpu.cuda_support import (
-    EXACT,
     LAYERS,
     RANKS,
     RIDGE,
-    STORED,
     SketchEngine,
+    check_sketch,
     compare_window,
     error,
-    load_same,
     make_plan,
     make_tokens,
     poisoned,
-    run_pair,
-    slot_table,
     split_codes,
     thorough,
     tokens_to_device,
@@ -79,25 +75,10 @@ def test_reads(layer, ranks, kind, window, activation, rng, cupy):
     """Mixed ranks, full-state heads, padding, staggered windows; gates of 0, -50 and -inf among the rest."""
     layer = LAYERS[layer]
     plan = make_plan(layer, np.resize(ranks, layer.heads), rng, map=kind, ridge=RIDGE[kind], window=window)
-    device = SketchEngine(plan, 5, "int8", activation_dtype=activation, output_dtype="float32")
     oracle = Oracle(plan, 5)
-    poisoned(device).sketch.view(np.uint8)[...] = 0xFF
-    device.reset(cupy.arange(5))
-    load_same(device, oracle, rng)
-    length = 2 * window + 4
-    tokens = make_tokens(layer, 4, length, activation, rng)
-    got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 5, length, rng), activation)
-    exact = np.stack([x[:, 0] for x in oracle.exact], axis=1)
-    flushes, full_state = where == window - 1, plan.ranks == FULL_STATE
-    assert flushes.any()
-    assert error(got[flushes], want[flushes]) < EXACT
-    assert error(device.state.get(), oracle.state) < EXACT
-    got, want, exact = got[~flushes], want[~flushes], exact[~flushes]
-    if full_state.any():
-        assert error(got[:, full_state], want[:, full_state]) < EXACT
-    got, want, exact = got[:, ~full_state], want[:, ~full_state], exact[:, ~full_state]
-    assert error(got, want) < STORED["int8"]
-    assert error(got, exact) < AS_GOOD * error(want, exact)
+    got, want, sketched = check_sketch(plan, "int8", activation, rng, oracle=oracle)
+    exact = sketched(np.stack([x[:, 0] for x in oracle.exact], axis=1))
+    assert error(sketched(got), exact) < AS_GOOD * error(sketched(want), exact)
 
 
 @pytest.mark.parametrize(

@@ -125,19 +125,6 @@ class TestDevice:
             assert np.array_equal(out, want)
         assert np.array_equal(head.state, apart.state)
 
-    def test_arrays_that_need_a_copy(self, rng):
-        """Strided, misaligned and wider arrays give the same results."""
-        head, twin = sketch(), sketch("reference")
-        tokens = tokens_of(rng)
-        q, k, v, g, beta = narrow(tokens, standin.asarray)
-        shifted = standin.empty(k.size + 1, k.dtype)[1:].reshape(k.shape)
-        shifted[...] = k
-        given = np.repeat(q, 2, axis=-1)[..., ::2], shifted, v, g.astype(np.float64), np.repeat(beta, 2, -1)[..., 1::2]
-        slots = np.repeat(standin.asarray(np.array([3, 0, 1])), 2)[::2]
-        output = head.step(*given, slots=slots)
-        assert isinstance(output, standin.ndarray)
-        assert error(output.get().astype(float), twin.step(*tokens, slots=[3, 0, 1])) < STORED["bfloat16"]
-
     def test_batches_beyond_a_launch_s_rows(self, rng, monkeypatch):
         """Rows of several launches: bit for bit those of one."""
         head, twin = sketch(), sketch()

@@ -1,11 +1,15 @@
-"""Slots, strides and overlaps of a call's arrays on the CUDA backend, on the host build of the kernels."""
+"""Slots, strides and overlaps of a call's arrays, snapshots and shards, on the host build of the CUDA kernels."""
 
 import numpy as np
 import pytest
+from gpu.cuda_support import make_plan, make_tokens
 from host import fixtures, standin
-from host.heads import BFLOAT16, LAYER, head_with, narrow, tokens_of
+from host.heads import BFLOAT16, LAYER, head_with, narrow, sketch, tokens_of
+from samples import states_of
 
+import sketchssm as ss
 from sketchssm.cuda import frameworks, workspaces
+from sketchssm.layer.recurrence import Layer
 
 cupy, pytestmark = fixtures.of_heads, fixtures.cold  # drafts are not warm
 
@@ -164,3 +168,53 @@ def test_workspaces(rng, monkeypatch):
     monkeypatch.setattr(standin.Stream, "ptr", 7)
     head.step(*tokens, out=out)
     assert len(used) == 5
+
+
+@fixtures.cold
+@pytest.mark.parametrize("types", [{}, {"state_dtype": "bfloat16"}, {"sketch_dtype": "int8"}], ids=str)
+def test_a_half_full_window_survives_in_a_file(types, tmp_path, rng):
+    """Another head decodes the restored slots bitwise as the first one does, at positions 3 and 0."""
+    head, other = (sketch(**types) for _ in range(2))
+    for each in (head, other):
+        each.step(*narrow(tokens_of(rng, 4, 5)))
+    head.step(*narrow(tokens_of(rng, 2, 2)), slots=[1, 3])
+    head.step(*narrow(tokens_of(rng, 1, 1)), slots=[2])
+    head.flush([2])
+    head.step(*narrow(tokens_of(rng, 1, 2)), slots=[2], draft=True)  # drafts are left out
+    head.snapshot([3, 2]).save(tmp_path / "slots")
+    other.restore(ss.Snapshot.load(tmp_path / "slots"), [0, 1])
+    np.testing.assert_array_equal(np.asarray(other.position)[:2], [3, 0])
+    tokens = narrow(tokens_of(rng, 2, 6))
+    got, want = other.step(*tokens, slots=[0, 1]), head.step(*tokens, slots=[3, 2])
+    np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
+    np.testing.assert_array_equal(np.asarray(other.state)[:2], np.asarray(head.state)[[3, 2]])
+
+
+def test_another_backend(rng):
+    with pytest.raises(ValueError, match=r'^snapshot: expected backend "cuda", got "reference"'):
+        sketch().restore(sketch("reference").snapshot())
+
+
+SHARDED = Layer("gdn", 4, 64, 80, 2)
+WINDOW = 4
+
+
+@pytest.mark.parametrize("map", ["lowrank", "ridge"])
+def test_shards(map, rng):
+    """States and outputs are equal to the last bit."""
+    plan = make_plan(SHARDED, [16, 3, 5, 9], rng, map=map, window=WINDOW)
+    tokens, start = narrow(make_tokens(SHARDED, 3, 3 * WINDOW + 1, "bfloat16", rng)), states_of(rng, SHARDED, 3)
+    whole = ss.SketchHead(plan, 3, "cuda")
+    whole.warmup()
+    whole.load_state(start)
+    outputs = whole.step(*tokens)
+    whole.flush()
+    for rank in range(2):
+        values, keys = SHARDED.shard_heads(rank, 2)
+        own = [np.ascontiguousarray(x[:, :, i]) for x, i in zip(tokens, (keys, keys, *[values] * 3), strict=True)]
+        head = ss.SketchHead(plan.shard(rank, 2), 3, "cuda")
+        head.warmup()
+        head.load_state(np.ascontiguousarray(start[:, values]))
+        np.testing.assert_array_equal(head.step(*own), outputs[:, :, values])
+        head.flush()
+        np.testing.assert_array_equal(head.state.get(), whole.state.get()[:, values])

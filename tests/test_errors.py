@@ -174,7 +174,4 @@ def test_lines_of_an_engines_log(layer, rng, monkeypatch):
     log.write({"layers.0": head, "layers.1": head}, [0, 1])
     most = max(head.errors([slot]).relative for slot in (0, 1))
     each = f"{head.errors([0, 1]).relative:.1e} ({most:.1e})"
-    assert lines == [
-        "sketchssm: relative squared errors of sketches in 2 requests, 4 samples a layer; of all (the largest of a "
-        f"request): layers.0 {each}, layers.1 {each}"
-    ]
+    assert len(lines) == 1 and lines[0].endswith(f": layers.0 {each}, layers.1 {each}")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from samples import map_of
+from samples import at, map_of
 from test_traces import write_traces
 
 from sketchssm.calibrate.allocation import allocate_ranks
@@ -15,11 +15,12 @@ from sketchssm.calibrate.windows import host_tokens
 from sketchssm.heads.standard import StandardHead
 from sketchssm.layer.coefficients import MAPS, RIDGE_FLOOR
 from sketchssm.layer.recurrence import FULL_STATE, KINDS, Tokens
+from sketchssm.plans import traffic
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference import maps
 from sketchssm.reference.walk import walk
-from sketchssm.study.evaluate import Entry, Study, entries, measure
+from sketchssm.study.evaluate import Entry, Study, baselines, entries, measure
 from sketchssm.study.systems import System, exact_systems, sketch_system
 
 WINDOW = 8
@@ -149,28 +150,17 @@ def test_systems_of_the_caller(study):
 def test_flush_error_is_of_the_worst_window(study):
     """A wrong output of one row at one window's last token increases the error."""
 
-    class Off:
-        def __init__(self, head):
-            self._head = head
-
-        def __getattr__(self, name):
-            return getattr(self._head, name)
-
-        def step(self, *tokens):
-            output = self._head.step(*tokens).copy()
-            if self._head.seen == 2 * WINDOW:
-                output[1, -1] *= 1.5
-            return output
-
-    class Counting(StandardHead):
+    class Off(StandardHead):
         seen = 0
 
         def step(self, *tokens):
-            self.seen += tokens[2].shape[1]
-            return super().step(*tokens)
+            output = super().step(*tokens).copy()
+            self.seen += output.shape[1]
+            if self.seen == 2 * WINDOW:
+                output[1, -1] *= 1.5
+            return output
 
-    build = lambda num_slots, backend: Off(Counting(study.traces.layer, num_slots, backend))  # noqa: E731
-    found = measured(study, System("off", build, 1.0))
+    found = measured(study, System("off", lambda *given: Off(study.traces.layer, *given), 1.0))
     assert found.flush_error == pytest.approx(0.5)
     assert found.output_error < 0.2
 
@@ -200,3 +190,68 @@ def test_calibrated_beats_random_on_shipped_traces(kind):
     # measured: 3.5 to 6 times less energy lost, mean over heads
     assert (1 - drawn > 2 * (1 - calibrated)).all()
     assert calibrated[1] > 0.96
+
+
+LISTS = (
+    baselines.quantised_systems, baselines.pruned_systems, baselines.key_reduced_systems, baselines.read_only_systems,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=SHIPPED)
+def traces(request):
+    whole = Traces.shipped(request.param)
+    return Traces(whole.layer, at(whole.calib, np.s_[:2, :64]), at(whole.test, np.s_[:1, :64]))
+
+
+def listed(traces, window=8, **keywords):
+    return {make: make(traces.layer, traces.calib, window, **keywords) for make in LISTS}
+
+
+def measured_together(traces, systems):
+    study = Study(traces, Settings(8))
+    return [measure(Entry("own", system.name, 8, lambda system=system: system), study) for system in systems]
+
+
+def test_kinds_that_a_method_excludes_list_nothing(traces):
+    counts = {make.__name__: len(systems) for make, systems in listed(traces).items()}
+    gdn = traces.layer.kind == "gdn"
+    assert counts == {
+        "quantised_systems": 4,
+        "pruned_systems": 0 if gdn else 4,
+        "key_reduced_systems": 4 if gdn else 0,
+        "read_only_systems": 7,
+    }
+
+
+def test_reductions_are_the_byte_model_s(traces):
+    size = (traces.layer.key_dim, traces.layer.value_dim)
+    whole = traffic.standard(*size)
+    by_name = {system.name: system.reduction for systems in listed(traces).values() for system in systems}
+    assert by_name["DSQ 8 bits"] == whole / traffic.compressed(*size, bits=8)
+    assert by_name["4-bit copy"] == whole / traffic.read_only_copy(*size, 4, 8)
+    assert by_name["low-rank read 8"] == 8 * whole / (7 * 2 * 8 * size[1] + whole)
+    pruned = "DRRQR" if traces.layer.kind == "gdn" else "GHOST"
+    # all shares of K = 128 are integers, so that no count is rounded
+    assert [by_name[f"{pruned} {share:.1%}"] for share in baselines.SPARSITIES] == [1.6, 2, 1 / 0.375, 4]
+
+
+def test_all_run_side_by_side(traces):
+    """Every entry decodes real traces. Exact states are exact at flushes, the others are close."""
+    together = listed(traces)
+    exact = {system.name for system in together[baselines.read_only_systems]}
+    systems = [system for each in together.values() for system in each]
+    assert len({system.name for system in systems}) == len(systems)
+    for result in measured_together(traces, systems):
+        assert 0 < result.output_error < 1
+        assert (result.state_error < 1e-5) == (result.setting in exact)
+
+
+def test_less_traffic_costs_accuracy(traces):
+    """On real traces, settings of one method with fewer bytes have larger errors."""
+    for make, systems in listed(traces).items():
+        groups = [systems[:4], systems[4:]] if make is baselines.read_only_systems else [systems]
+        for group in groups:
+            results = measured_together(traces, group)
+            order = sorted(results, key=lambda result: result.reduction)
+            errors = [result.output_error for result in order]
+            assert errors == sorted(errors)

@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from samples import relative
 
-from sketchssm.layer.coefficients import MAPS, RIDGE_FLOOR, CoefficientMap
+from sketchssm.layer.coefficients import RIDGE_FLOOR
 from sketchssm.reference import maps
 from sketchssm.reference.maps import PIVOT_TOLERANCE
 
@@ -294,15 +294,3 @@ def test_leading_axes_are_batches(rng):
     states, omega = np.stack([state_of(rng, 8, 5, r) for r in (1, 3, 5)]), rotation(rng, 8, 3)
     for make in every_map(omega):
         assert relative(make(states), np.stack([make(s) for s in states])) < SOLVED
-
-
-@pytest.mark.parametrize("name", MAPS)
-def test_a_record_selects_its_map_and_parameters(name, rng):
-    omega, map = rotation(rng, 8, 4), CoefficientMap(name, pivots=2 if name == "lowrank" else None)
-    states = np.stack([state_of(rng, 8, 7) for _ in range(3)])
-    want = {
-        "ridge": lambda: maps.ridge_map(states, omega, 0.001),
-        "lowrank": lambda: maps.lowrank_factors(states, omega, 2, 0.1).dense(),
-        "subspace": lambda: maps.subspace(states, omega).swapaxes(-1, -2),
-    }[name]()
-    np.testing.assert_array_equal(maps.coefficient_map(map, states, omega), want)

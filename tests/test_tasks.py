@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from sketchssm.study.tasks import TASKS, WORDING, Prompts, Score, make_prompts
+from sketchssm.study.tasks import TASKS, WORDING, Score, make_prompts
 
 TEXT = np.full(9000, 1)
 
@@ -152,11 +152,3 @@ def test_tokens_of_two_parts():
 def test_bad_arguments(task, settings, message):
     with pytest.raises(ValueError, match=message):
         made(task, **settings)
-
-
-def test_text_of_other_types():
-    for text in (TEXT.reshape(90, 100), TEXT + 0.5):
-        with pytest.raises(ValueError, match="text: expected at least 50 token ids, got"):
-            make_prompts("needle", text, Words(), 1, np.random.default_rng(0), length=50)
-    prompts = make_prompts("needle", TEXT.astype(np.uint16), Words(), 1, np.random.default_rng(0), length=150)
-    assert isinstance(prompts, Prompts) and prompts.ids.dtype == np.int64

@@ -137,7 +137,6 @@ def hole(value):
     ("change", "message"),
     [
         (lambda e: e.pop("test_v"), "test_v: expected an array, got no such entry"),
-        (lambda e: e.pop("calib_beta"), "calib_beta: expected an array"),
         (changed("test_k", lambda x: x[..., :-1]), r"test_k: expected shape \(1, 40, 2, 16\), got \(1, 40, 2, 15\)"),
         (changed("calib_v", lambda x: x[0]), "calib_v: expected shape .sequences, tokens, heads, dim."),
         (
@@ -149,10 +148,7 @@ def hole(value):
         (changed("test_beta", hole(np.nan)), "test_beta: expected finite numbers, got NaN"),
         (changed("test_v", hole(np.inf)), "test_v: expected finite numbers"),
         (changed("calib_grad", hole(np.nan)), "calib_grad: expected finite numbers"),
-        (changed("calib_grad", lambda x: x[..., :-1]), "calib_grad: expected shape"),
         (changed("calib_v", lambda x: np.full(x.shape, 1e300)), "calib_v: expected finite numbers"),
-        (changed("calib_q", lambda x: x.astype(object)), "calib_q: expected floating-point numbers, got dtype object"),
-        (changed("calib_q", lambda x: x > 0), "calib_q: expected floating-point numbers, got dtype bool"),
         (changed("test_v", lambda x: x[:0]), r"test_\w: expected"),
         (changed("calib_grad", lambda x: x[:, :0]), "calib_grad: expected shape"),
         (lambda e: e.update(kind="rwkv"), "kind: expected one of mamba2, gdn, kda, gla, got 'rwkv'"),

@@ -124,17 +124,6 @@ def test_rows_that_are_cut(qwen, plans):
         assert all(got[name].fingerprint == want[name].fingerprint for name in want)
 
 
-def test_formats_of_sketches(qwen, tmp_path):
-    plans = st.calibrate(qwen, text(), mean_rank=2, window=WINDOW, sketch_dtype="int8")
-    plans.save(tmp_path / "plans.safetensors")
-    loaded = ModelPlans.load(tmp_path / "plans.safetensors")
-    for name, plan in plans.items():
-        assert plan.sketch_dtype == "int8"
-        assert loaded[name].fingerprint == plan.fingerprint
-    with pytest.raises(ValueError, match=r"sketch_dtype: "):
-        st.calibrate(qwen, text(), sketch_dtype="int3")
-
-
 def test_progress(qwen):
     labels = []
     st.calibrate(qwen, text(5), window=WINDOW, mean_rank=3, progress=labels.append)

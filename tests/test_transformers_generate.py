@@ -9,8 +9,6 @@ from unittest import mock
 
 import pytest
 from tiny_models import (
-    ATTENTION,
-    BASE,
     TOLERANCE,
     assert_same,
     case,
@@ -191,44 +189,6 @@ def test_prompts_in_chunks(model, patched):
             generate(model, prompt(2, 7), **settings)
     else:
         assert_same(generate(model, prompt(2, 7), **settings), unpatched(model, prompt(2, 7), **settings))
-
-
-def test_assistants(model, patched):
-    """A patched model proposes to a model of attention layers: what it says itself after the accepted tokens.
-    transformers drops refused tokens from its caches. Without heads, recurrent states would keep them.
-    """
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**BASE | ATTENTION | {"num_hidden_layers": 2})
-    target, ids = transformers.LlamaForCausalLM(config).eval(), prompt(1)
-    refused = {
-        "Mamba2ForCausalLM": pytest.raises(
-            ValueError, match="`get_seq_length` can only be called on Attention layers"
-        ),
-        # its steps keep no past of the convolution, patched or not
-        "KimiLinearForCausalLM": pytest.raises(RuntimeError, match="Kernel size can't be greater than actual input"),
-    }
-    want, got = generate(target, ids).sequences, None
-    always = {"assistant_confidence_threshold": 0.0, "num_assistant_tokens": 3}
-    with (
-        mock.patch.multiple(model.generation_config, create=True, **always),
-        mock.patch.object(target, "forward", wraps=target.forward) as spied,
-        refused.get(type(model).__name__, nullcontext()),
-    ):
-        got = generate(target, ids, assistant_model=model).sequences
-    if got is None:
-        return
-    assert torch.equal(got, want)
-    given = [call.kwargs["input_ids"] for call in spied.call_args_list]
-    known, most = ids.shape[1], 0
-    for proposed in (given[0][:, known:], *(x[:, 1:] for x in given[1:])):
-        count = proposed.shape[1]
-        if count:
-            assert torch.equal(generate(plain(model), want[:, :known], tokens=count).sequences[:, known:], proposed)
-        following = want[:, known : known + count]
-        accepted = (following == proposed[:, : following.shape[1]]).int().cumprod(1).sum()
-        known, most = known + int(accepted) + 1, max(most, count)
-    assert most > 1
-    assert patched.free == 8
 
 
 def test_threads(qwen):

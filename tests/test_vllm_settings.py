@@ -121,17 +121,6 @@ def test_plan_of_a_layer(rng):
         plans.plan_of(named | {"draft.layers.3.mixer": other}, "other.layers.3.mixer")
 
 
-def test_plans_of_a_folder(rng, tmp_path):
-    plan = plan_of(rng, LAYERS["gdn"])
-    with pytest.raises(FileNotFoundError, match="a file or folder of plans"):
-        plans.load_plans(str(tmp_path / "none"))
-    with pytest.raises(ValueError, match="got none"):
-        plans.load_plans(str(tmp_path))
-    plan.save(tmp_path / "model.layers.0.mixer.safetensors")
-    found = plans.load_plans(str(tmp_path))
-    assert {name: p.fingerprint for name, p in found.items()} == {"model.layers.0.mixer": plan.fingerprint}
-
-
 def test_plans_of_a_calibration(rng, tmp_path):
     """Plans of any budget are made at load; a budget for plans that are made is refused."""
     layer = LAYERS["gdn"]

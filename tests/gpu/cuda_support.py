@@ -383,14 +383,16 @@ def load_same(device, oracle, rng):
     assert np.array_equal(device.state.get().astype(np.float64), oracle.state)
 
 
-def check_sketch(plan, stored, activation, rng, gate=None, blocks=None, state_dtype="float32"):
-    """Windows of mixed ranks with padding and staggered flushes against the reference; flushes in so many blocks."""
+def check_sketch(plan, stored, activation, rng, gate=None, blocks=None, state_dtype="float32", oracle=None):
+    """Windows of mixed ranks with padding and staggered flushes against the reference; flushes in so many blocks.
+    Returns outputs of both, and a function that picks sketched heads between flushes.
+    """
     import cupy
 
     layer, length, exact = plan.layer, 2 * plan.window + 4, TIPPED.get(state_dtype, EXACT)
     options = {"activation_dtype": activation, "output_dtype": "float32", "gate": gate, "state_dtype": state_dtype}
     device = SketchEngine(plan, 5, stored, **options)
-    oracle = ReferenceEngine(plan, 5, options=EngineOptions(state_dtype=state_dtype))
+    oracle = oracle or ReferenceEngine(plan, 5, options=EngineOptions(state_dtype=state_dtype))
     poisoned(device).sketch.view(np.uint8)[...] = 0xFF
     if blocks:
         with_blocks(device, blocks)
@@ -404,7 +406,9 @@ def check_sketch(plan, stored, activation, rng, gate=None, blocks=None, state_dt
     assert error(device.state.get().astype(np.float64), oracle.state) < exact
     if full_state.any():
         assert error(got[~flushes][:, full_state], want[~flushes][:, full_state]) < exact
-    assert error(got[~flushes][:, ~full_state], want[~flushes][:, ~full_state]) < max(STORED[stored], exact)
+    sketched = lambda x: x[~flushes][:, ~full_state]  # noqa: E731
+    assert error(sketched(got), sketched(want)) < max(STORED[stored], exact)
     device.flush(cupy.arange(5))
     oracle.flush(np.arange(5))
     assert error(device.state.get().astype(np.float64), oracle.state) < exact
+    return got, want, sketched

@@ -179,18 +179,6 @@ extern "C" __global__ void load_four_transposed(const u16* x, u32* y, int first)
     for (int n = 0; n < 4; n++) y[32 * n + lane] = words[n];
 }
 
-extern "C" __global__ void conversions(const float* x, u16* bf16, u16* half, const u16* bits, float* wide,
-                                       u32* bf16_pairs, u32* pairs, float2* wide_pairs, int n) {
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
-        bf16[i] = float_to_bf16(x[i]);
-        half[i] = float_to_half(x[i]);
-        wide[i] = half_to_float(bits[i]);
-        bf16_pairs[i] = floats_to_bf16(x[i], x[n - 1 - i]);
-        pairs[i] = floats_to_halves(x[i], x[n - 1 - i]);
-        wide_pairs[i] = halves_to_floats(bits[i] | static_cast<u32>(bits[n - 1 - i]) << 16);
-    }
-}
-
 extern "C" __global__ void numbers(const u32* x, u32* out, float tiny, i64 big, bool* flag) {
     out[0] = __byte_perm(x[0], x[1], 0x7632);
     out[1] = __popc(x[0]);

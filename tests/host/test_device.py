@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -180,34 +179,6 @@ def test_transposed_loads(module, rng):
         assert np.array_equal(out, want)
     with pytest.raises(RuntimeError, match="a row of a matrix is not aligned to 16 bytes"):
         kernel((1,), (32,), (x, out.view(np.uint32), np.int32(8)))
-
-
-def test_conversions_round_as_the_device(module, rng):
-    bits = np.concatenate(
-        [
-            rng.integers(0, 1 << 32, 100_000, dtype=np.uint64).astype(np.uint32),
-            np.arange(1 << 16, dtype=np.uint32) << 16 | 0x8000,  # half-way between two bf16 numbers
-            np.arange(0x33000000, 0x47800000, 0x1000, dtype=np.uint32),  # half-way between two of fp16, subnormals too
-        ]
-    )
-    x = bits.view(np.float32)
-    half_bits = np.resize(np.arange(1 << 16, dtype=np.uint16), x.size)
-    bf16, half, wide = np.zeros(x.size, np.uint16), np.zeros(x.size, np.uint16), np.zeros(x.size, np.float32)
-    bf16_pairs, pairs = np.zeros((2, x.size), np.uint32)
-    wide_pairs = np.zeros((x.size, 2), np.float32)
-    module.get_function("conversions")(
-        (2,), (64,), (x, bf16, half, half_bits, wide, bf16_pairs, pairs, wide_pairs, np.int32(x.size))
-    )
-    nan = np.isnan(x)
-    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        assert np.array_equal(bf16[~nan], x[~nan].astype(ml_dtypes.bfloat16).view(np.uint16))
-        assert np.array_equal(half[~nan], x[~nan].astype(np.float16).view(np.uint16))
-        assert np.array_equal(wide, half_bits.view(np.float16).astype(np.float32), equal_nan=True)
-    assert np.array_equal(bf16_pairs.view(np.uint16).reshape(-1, 2), np.stack([bf16, bf16[::-1]], axis=1))
-    assert np.array_equal(pairs.view(np.uint16).reshape(-1, 2), np.stack([half, half[::-1]], axis=1))
-    assert np.array_equal(wide_pairs, np.stack([wide, wide[::-1]], axis=1), equal_nan=True)
-    assert np.all(bf16[nan] == 0x7FFF)
-    assert np.isnan(half[nan].view(np.float16)).all()
 
 
 def test_numbers_and_arguments(module):
