@@ -378,7 +378,7 @@ class TestCalibration:
             assert r["tokens_per_second"] == pytest.approx(1e3 / r["milliseconds"])
             assert 0 < r["error"] < 3e-3  # float32 products; joint: codes at the edge of two levels
 
-    @pytest.mark.parametrize("option", [("--batch", 2), ("--arrivals",), ("--map", "lowrank")])
+    @pytest.mark.parametrize("option", [("--batch", 2), ("--map", "lowrank")])
     def test_options_of_decode_are_refused(self, option):
         assert f"{option[0]}: has no effect with --calibrate" in invoke("--calibrate", *option, code=2).output
 

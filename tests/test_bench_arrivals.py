@@ -1,16 +1,21 @@
 """Benchmarks of requests that arrive and leave: the schedule, and both kinds of runs against float64."""
 
 import json
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
-from test_bench import EXACT, LAYER, ROUNDED, WINDOW, cupy, invoke
+from test_bench import EXACT, LAYER, ROUNDED, WINDOW, cupy
 from test_traces import SHAPES
 
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.study import bench
-from sketchssm.study.bench import arrivals_device
-from sketchssm.study.bench.runs import SPARE, Requests
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import arrival_runs
+import arrivals
+from arrival_runs import SPARE, Requests
 
 __all__ = ["cupy"]  # a fixture
 
@@ -78,82 +83,62 @@ class TestHost:
     @pytest.mark.parametrize(("kind", "raw"), [("mamba2", False), ("gdn", False), ("kda", False), ("kda", True)])
     def test_reference(self, kind, raw):
         """The float64 comparison uses the same system, requests and clocks, so it agrees to the last bit."""
-        report = bench.time_arrivals([case_of(kind, raw)], "reference", layers=2, steps=5, mean_tokens=5)
-        check(report.results, 2)
-        assert all(r.error == r.state_error == 0 for r in report.results)
+        found = list(arrivals.measure_arrivals(case_of(kind, raw), "reference", layers=2, steps=5, mean_tokens=5))
+        check(found, 2)
+        assert all(r.error == r.state_error == 0 for r in found)
 
     def test_cpu(self):
-        report = bench.time_arrivals([case_of("gdn")], "cpu", layers=2, steps=8, mean_tokens=3, seed=4)
-        check(report.results, 2)
-        for r in report.results:
+        found = list(arrivals.measure_arrivals(case_of("gdn"), "cpu", layers=2, steps=8, mean_tokens=3, seed=4))
+        check(found, 2)
+        for r in found:
             assert r.error < ROUNDED
             assert r.state_error < EXACT
 
     @pytest.mark.parametrize("backend", ["reference", "cpu"])
     def test_states_of_16_bits(self, backend, monkeypatch):
         """All heads have the type of the case; its rounding is part of the system, so a twin in float64 rounds too."""
-        seen, run = [], bench.arrivals.run_on_host
+        seen, run = [], arrivals.run_on_host
 
         def spied(heads, inputs, requests):
             seen.extend(head.state_dtype for head in heads)
             return run(heads, inputs, requests)
 
-        monkeypatch.setattr(bench.arrivals, "run_on_host", spied)
+        monkeypatch.setattr(arrivals, "run_on_host", spied)
         case = case_of("gdn", state_dtype="bfloat16")
-        report = bench.time_arrivals([case], backend, layers=2, steps=8, mean_tokens=3)
-        check(report.results, 2)
+        found = list(arrivals.measure_arrivals(case, backend, layers=2, steps=8, mean_tokens=3))
+        check(found, 2)
         assert seen == ["bfloat16"] * 8
         # a number between two bf16 numbers may be rounded to the other one, which is 2^-8 away
-        assert all(r.error < ROUNDED and r.state_error < 2**-8 for r in report.results)
+        assert all(r.error < ROUNDED and r.state_error < 2**-8 for r in found)
 
-    def test_too_little_memory(self, monkeypatch):
+    def test_too_little_memory(self, monkeypatch, capsys):
         """A mode that does not fit is named; the others are timed."""
-        run = bench.arrivals.run_on_host
+        run = arrivals.run_on_host
 
         def limited(heads, inputs, requests):
             if requests.joins[0].all():
                 raise MemoryError("no room")
             return run(heads, inputs, requests)
 
-        monkeypatch.setattr(bench.arrivals, "run_on_host", limited)
-        report = bench.time_arrivals([case_of("gdn")], "reference", layers=1, steps=4, mean_tokens=3)
-        assert [r.mode for r in report.results] == ["arrivals", "clock", "no clock"]
-        assert report.not_timed == ["tiny, batch 3: sketch G=3 lowrank, lockstep, was not timed: no room"]
-
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            ({"layers": 0}, "layers: expected at least 1, got 0"),
-            ({"steps": 0}, "steps: expected at least 1, got 0"),
-            ({"mean_tokens": 0.5}, "mean_tokens: expected at least 1, got 0.5"),
-            ({"mean_tokens": np.nan}, "mean_tokens: expected at least 1, got nan"),
-            ({"duty": 0}, r"duty: expected a share in \(0, 1\], got 0"),
-        ],
-    )
-    def test_refusals(self, change, message):
-        with pytest.raises(ValueError, match="^" + message):
-            bench.time_arrivals([], "reference", **change)
-
-    def test_options(self):
-        for option in (("--seconds", 1), ("--peers",)):
-            assert f"{option[0]}: has no effect with --arrivals" in invoke("--arrivals", *option, code=2).output
-        for option in ("--layers", "--steps", "--tokens"):
-            assert f"{option}: has no effect without --arrivals" in invoke(option, 2, code=2).output
+        monkeypatch.setattr(arrivals, "run_on_host", limited)
+        found = list(arrivals.measure_arrivals(case_of("gdn"), "reference", layers=1, steps=4, mean_tokens=3))
+        assert [r.mode for r in found] == ["arrivals", "clock", "no clock"]
+        assert "sketch G=3 lowrank, lockstep, was not timed: no room" in capsys.readouterr().out
 
 
 class TestDevice:
-    def test_command(self, cupy, monkeypatch, tmp_path):
+    def test_command(self, cupy, monkeypatch, tmp_path, capsys):
         """Graphs whose slots change between replays, loads of those that begin, and rests between windows."""
         monkeypatch.setattr(bench, "SHAPES", {"tiny": LAYER})
         monkeypatch.setattr(bench, "MEAN_RANKS", {"tiny": 5})
         rests = []
-        monkeypatch.setattr(arrivals_device.time, "sleep", rests.append)
+        monkeypatch.setattr(arrival_runs.time, "sleep", rests.append)
         file = tmp_path / "out.json"
         chosen = f"--shape tiny --batch 3 --window {WINDOW} --layers 2 --steps 8 --tokens 3 --duty 0.5".split()
-        printed = invoke("--arrivals", *chosen, "--map", "lowrank", "--json", file).output
-        assert "microseconds of a layer's step, 2 layers" in printed
+        arrivals.main([*chosen, "--backend", "cuda", "--json", str(file)])
+        assert "microseconds of a layer's step, 2 layers" in capsys.readouterr().out
         report = json.loads(file.read_text())
-        assert (report["device"], report["layers"], report["duty"]) == ("host", 2, 0.5)
+        assert (report["device"], report["layers"]) == ("host", 2)
         assert len(rests) == 3 * len(report["results"])  # one for each window
         assert [r["mode"] for r in report["results"]] == MODES
         for found in report["results"]:
@@ -164,6 +149,6 @@ class TestDevice:
     def test_states_of_16_bits(self, cupy):
         plans = [bench.random_plan(LAYER, 5, WINDOW, "lowrank")]
         case = bench.Case("narrow", LAYER, 3, WINDOW, plans, state_dtype="bfloat16")
-        report = bench.time_arrivals([case], "cuda", layers=1, steps=WINDOW, mean_tokens=3)
-        assert [r.mode for r in report.results] == MODES
-        assert all(found.error < ROUNDED and found.state_error < 2**-8 for found in report.results)
+        found = list(arrivals.measure_arrivals(case, "cuda", layers=1, steps=WINDOW, mean_tokens=3))
+        assert [r.mode for r in found] == MODES
+        assert all(r.error < ROUNDED and r.state_error < 2**-8 for r in found)

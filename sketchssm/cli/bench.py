@@ -15,14 +15,12 @@ import click
 
 import sketchssm
 from sketchssm.cli import options
-from sketchssm.cli.options import AT_LEAST_ONE, COUNT, NOT_NEGATIVE, NUMBERS, OLD_FOLDER, PATH
+from sketchssm.cli.options import COUNT, NOT_NEGATIVE, NUMBERS, OLD_FOLDER, PATH
 from sketchssm.layer.checks import ACTIVATIONS
 from sketchssm.layer.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS
 
 BATCHES = {"cuda": (1, 8, 32, 128, 256, 512), "cpu": (1, 8, 32)}
-ARRIVING = {"cuda": (32, 128, 256), "cpu": (8, 32)}
-"""Batches of ``--arrivals``."""
 
 
 @click.command("bench")
@@ -81,10 +79,6 @@ ARRIVING = {"cuda": (32, 128, 256), "cpu": (8, 32)}
     type=OLD_FOLDER,
     help="Folder with the authors' package (SNU-ARC/SketchSSM): time its gdn kernels as well.",
 )
-@click.option("--arrivals", is_flag=True, help="Let requests arrive and leave at random, instead of whole windows.")
-@click.option("--layers", type=COUNT, default=32, help="Layers of the model, for --arrivals.")
-@click.option("--steps", type=COUNT, default=128, help="Timed steps, for --arrivals; rounded up to whole windows.")
-@click.option("--tokens", type=AT_LEAST_ONE, default=256, help="Mean length of a request, for --arrivals.")
 @click.option("--calibrate", is_flag=True, help="Time moments, rank scores and joint scores, instead of decode.")
 @options.backend
 @options.seed
@@ -106,10 +100,6 @@ def command(
     raw_gate: bool,
     peers: bool,
     peer_path: Path | None,
-    arrivals: bool,
-    layers: int,
-    steps: int,
-    tokens: float,
     calibrate: bool,
     backend: str,
     seed: int,
@@ -133,10 +123,6 @@ def command(
         options.refuse("with --calibrate", [name for name in _parameters() if name not in kept])
         if backend == "reference":
             raise click.BadParameter("calibration computes in NumPy (cpu) or CuPy (cuda)", param_hint="--backend")
-    if arrivals:
-        options.refuse("with --arrivals", ("seconds", "peers", "peer_path"))
-    else:
-        options.refuse("without --arrivals", ("layers", "steps", "tokens"))
     if plan_files:
         options.refuse(
             "with --plan",
@@ -182,29 +168,17 @@ def command(
         if not any(case.layer.channel_decays for case in cases):
             raise click.UsageError("--raw-gate: has no effect without a decay per channel")
         cases = [case.with_raw_gate(seed) for case in cases]
-    batches = batches or (ARRIVING if arrivals else BATCHES)[device]
+    batches = batches or BATCHES[device]
     cases = [replace(case, batch=n, state_dtype=state_dtype) for case, n in product(cases, batches)]
 
     output = Output(json_file)
     told = [f"The device worked for {duty:.0%} of the time, and rested between windows."] if duty < 1 else []
-    common: Any = {"duty": duty, "seed": seed}
-    report: bench.Report | bench.ArrivalsReport
-    progress = output.progress("timing", len(cases) + (backend == "cuda"))
-    if arrivals:
-        with progress as step:
-            report = bench.time_arrivals(
-                cases, backend, layers=layers, steps=steps, mean_tokens=tokens, progress=step, **common
-            )
-        tables = bench.arrival_tables(report)
-    else:
-        with progress as step:
-            report = bench.time_cases(
-                cases, backend, seconds=seconds, peers=peers, peer_path=peer_path, progress=step, **common
-            )
-        tables = bench.time_tables(report)
-        compiled = sum(r.first_call_seconds for r in report.results) + report.compile_seconds
-        told.append(f"First calls (compiling, or loading compiled kernels) took {compiled:.1f} s more, not counted.")
-    for table in tables:
+    with output.progress("timing", len(cases) + (backend == "cuda")) as step:
+        how: Any = {"seconds": seconds, "duty": duty, "seed": seed, "peers": peers, "peer_path": peer_path}
+        report = bench.time_cases(cases, backend, progress=step, **how)
+    compiled = sum(r.first_call_seconds for r in report.results) + report.compile_seconds
+    told.append(f"First calls (compiling, or loading compiled kernels) took {compiled:.1f} s more, not counted.")
+    for table in bench.time_tables(report):
         output.table(*table)
     for line in (*told, *report.not_timed):
         output.say(line)

@@ -1,29 +1,41 @@
 """Times of steps while requests arrive and leave at random, compared with rows in lockstep.
 
+    python benchmarks/arrivals.py --backend cuda --shape qwen3-next --batch 32,128,256 --map lowrank,ridge
+
 The layers of a model decode one batch: a step runs all layers, with the same slots and inputs. As in a model, the
-sketches and rings of all layers exceed the caches.
+sketches and rings of all layers exceed the caches. docs/serving.md (*Clocks*) describes the requests and the systems.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
+import json
 import math
+import shlex
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from arrival_runs import Inputs, Requests, Run, inputs_on_device, run_on_device, run_on_host
+
+from sketchssm import cuda
 from sketchssm.heads.head import DecodeHead
 from sketchssm.heads.sketch import SketchHead
 from sketchssm.heads.standard import StandardHead
+from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.recurrence import Tokens
-from sketchssm.study.bench.arrivals_device import inputs_on_device, run_on_device
-from sketchssm.study.bench.cases import Case
-from sketchssm.study.bench.device import compile_all, device_name
-from sketchssm.study.bench.runs import Inputs, Requests, Run, run_on_host
+from sketchssm.study import bench
+from sketchssm.study.bench import Case
 from sketchssm.study.evaluate.measure import relative_error
 from sketchssm.study.tables import number
 
@@ -57,18 +69,6 @@ class ArrivalsResult:
     error: float  # of the outputs
     state_error: float  # of the last state
     steps: list[float]  # microseconds of each timed step, mean over the layers
-
-
-@dataclass
-class ArrivalsReport:
-    """Results of several cases."""
-
-    layers: int
-    mean_tokens: float  # mean length of a request
-    results: list[ArrivalsResult] = field(default_factory=list)
-    not_timed: list[str] = field(default_factory=list)  # systems that could not be timed, with the reason
-    device: str = ""  # name of the GPU; empty on a CPU
-    duty: float = 1.0  # share of the time that the GPU worked
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,14 @@ def measure_arrivals(
     layers: int,
     steps: int,
     mean_tokens: float,
-    duty: float,
-    seed: int,
-    failed: Callable[[str, str, Exception], None],
+    duty: float = 1.0,
+    seed: int = 0,
 ) -> Iterator[ArrivalsResult]:
-    """Time standard decode, and every sketch of a case in every mode; see `time_arrivals`."""
+    """Time standard decode, and every sketch of a case in every mode, in the order of `MODES`.
+
+    `steps` timed steps are rounded up to whole windows; the first requests begin in one more window, which is not
+    timed. Requests have `mean_tokens` tokens on average. A mode that does not fit into memory is left out.
+    """
     run: Callable[[Sequence[DecodeHead], Inputs, Requests], Run] = run_on_host
     if backend == "cuda":
         inputs, run = inputs_on_device(case, seed), partial(run_on_device, duty=duty)
@@ -140,7 +143,7 @@ def measure_arrivals(
                 heads = [model.head(i, requests.num_slots, backend) for i in range(layers)]
                 found = run(heads, inputs, requests)
             except MemoryError as lack:
-                failed(system, mode, lack)
+                print(f"{case}: {system}, {mode}, was not timed: {lack}")
                 continue
             finally:
                 heads = []
@@ -166,42 +169,42 @@ def measure_arrivals(
             )
 
 
-def time_arrivals(
-    cases: Sequence[Case],
-    backend: str = "cpu",
-    *,
-    layers: int = 32,
-    steps: int = 128,
-    mean_tokens: float = 256,
-    duty: float = 1.0,
-    seed: int = 0,
-    progress: Callable[[str], None] = lambda label: None,
-) -> ArrivalsReport:
-    """Time standard decode, and every sketch of some cases in every mode, in the order of `MODES`.
-
-    The model has `layers` layers. `steps` timed steps are rounded up to whole windows; the first requests begin in one
-    more window, which is not timed. Requests have `mean_tokens` tokens on average. `duty` is that of `typical_times`.
-    `progress` is called with a label before each case.
-    """
-    for name, value in (("layers", layers), ("steps", steps), ("mean_tokens", mean_tokens)):
-        if not 1 <= value < math.inf:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
-    if not 0 < duty <= 1:
-        raise ValueError(f"duty: expected a share in (0, 1], got {duty}")
-    report = ArrivalsReport(layers, mean_tokens, duty=duty)
-    if backend == "cuda":
-        report.device = device_name()
-        listed = {(case.shape, case.window): case.systems() for case in cases}  # batches share kernels
-        progress("compiling")
-        compile_all([system for own in listed.values() for system in own if system.name != "replay"])
-    for case in cases:
-        progress(str(case))
-
-        def failed(system: str, mode: str, error: Exception, case: Case = case) -> None:
-            reason = " ".join(str(error).split())
-            report.not_timed.append(f"{case.shape}, batch {case.batch}: {system}, {mode}, was not timed: {reason}")
-
-        report.results += measure_arrivals(
-            case, backend, layers=layers, steps=steps, mean_tokens=mean_tokens, duty=duty, seed=seed, failed=failed
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", choices=["cpu", "cuda", "reference"], default="cpu")
+    for name, default in (("shape", "nemotron-3-super,qwen3-next,kimi-linear"), ("batch", "8,32"), ("map", "lowrank")):
+        parser.add_argument(f"--{name}", default=default, help="with commas between several")
+    parser.add_argument("--window", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=32, help="of the model")
+    parser.add_argument("--steps", type=int, default=128, help="timed steps")
+    parser.add_argument("--tokens", type=float, default=256, help="mean length of a request")
+    parser.add_argument("--duty", type=float, default=1.0, help="share of the time that a GPU works")
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    args = parser.parse_args(arguments)
+    limit = cuda.MAX_RANK if args.backend == "cuda" else None
+    settings = [CoefficientMap(name) for name in args.map.split(",")], ("bfloat16",), 0, limit
+    cases = [
+        replace(
+            Case.random(shape, bench.SHAPES[shape], args.window, (bench.MEAN_RANKS[shape],), *settings), batch=batch
         )
-    return report
+        for shape, batch in product(args.shape.split(","), map(int, args.batch.split(",")))
+    ]
+    if args.backend == "cuda":
+        listed = {case.shape: case.systems() for case in cases}  # batches share kernels
+        bench.compile_all([system for own in listed.values() for system in own if system.name != "replay"])
+    device = bench.device_name() if args.backend == "cuda" else ""
+    report: dict[str, Any] = {"command": shlex.join(sys.argv), "device": device, "layers": args.layers, "results": []}
+    print(f"microseconds of a layer's step, {args.layers} layers\n{'':46}step  of lockstep  slowest  errors")
+    for case in cases:
+        options: Any = {"layers": args.layers, "steps": args.steps, "mean_tokens": args.tokens, "duty": args.duty}
+        for r in measure_arrivals(case, args.backend, **options):
+            report["results"].append(asdict(r))
+            name = f"{r.shape} {r.batch} {r.system} {r.mode}"
+            times = f"{r.microseconds:10.1f}{r.over_lockstep:13.3f}{r.slowest:9.2f}"
+            print(f"{name:40}{times}  {r.error:.1e} {r.state_error:.1e}")
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
