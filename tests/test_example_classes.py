@@ -7,14 +7,10 @@ import numpy as np
 import pytest
 from samples import relative
 from test_example_lm import LM, tiny
-from tiny_models import cache_argument
+from tiny_models import cache_argument, st, torch
 
 import sketchssm as ss
 from sketchssm.calibrate.traces import SHIPPED
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-st = ss.transformers
 
 WINDOW = 8
 

@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from decode_systems import RANKS, SLOTS, WINDOW, head_of
-from samples import LAYERS, at, plan_of, relative, same, states_of, tokens_of
+from decode_systems import SLOTS, WINDOW, head_of
+from samples import LAYERS, at, plan_of, same, states_of, tokens_of
 from test_heads import make, system
 
 import sketchssm as ss
-from sketchssm.layer.recurrence import FULL_STATE, Tokens
+from sketchssm.layer.recurrence import Tokens
 
 __all__ = ["make", "system"]  # fixtures
 
@@ -211,23 +211,6 @@ class TestSharing:
             TypeError, match=rf"^{name}: a head can't be copied or pickled; make a new {name} .*load_s"
         ):
             duplicate(head)
-
-    def test_how_to_copy_a_head_instead(self, make, system, backend, layer, rng):
-        head, new = make(), make()
-        tokens = tokens_of(rng, layer, SLOTS, WINDOW + 2)
-        head.step(*tokens)
-        head.flush()
-        new.load_state(head.state)
-        same(head, new)
-        output, want = head.step(*tokens), new.step(*tokens)
-        if system == "sketch" and backend == "cpu":
-            # At a flush the CPU advances a sketch beside its state; `load_state` projects the state. The two differ by
-            # float32 rounding, which may round a bf16 number of the sketch up instead of down: by 2^-8 of it at most.
-            assert relative(output, want) < 2.0**-8
-            full_state = RANKS == FULL_STATE
-            output, want = output[:, :, full_state], want[:, :, full_state]
-        np.testing.assert_array_equal(output, want)
-        same(head, new)
 
     @pytest.mark.parametrize("backend", ["reference"], indirect=True)
     def test_threads_take_turns(self, make, layer, rng):

@@ -157,17 +157,6 @@ class TestSeveralTokens:
 
 
 class TestWindows:
-    def test_position_counts_what_is_buffered(self, make, system, layer, rng):
-        head = make()
-        tokens = tokens_of(rng, layer, 1, 2 * WINDOW + 1)
-        for t in range(2 * WINDOW + 1):
-            head.step(*at(tokens, np.s_[:, t]), slots=[3])
-            want = np.zeros(SLOTS)
-            want[3] = 0 if system == "standard" else (t + 1) % WINDOW
-            np.testing.assert_array_equal(head.position, want)
-        head.position[:] = 99
-        assert head.position.max() < WINDOW
-
     @pytest.mark.parametrize("count", range(2 * WINDOW))
     def test_flush_at_any_position(self, make, backend, layer, count, rng):
         tokens, start = tokens_of(rng, layer, 2, count), states_of(rng, layer, 2)
@@ -184,17 +173,6 @@ class TestWindows:
         head.flush()
         assert relative(head.state[:2], state) < EXACT[backend]
         np.testing.assert_array_equal(head.position, 0)
-
-    def test_an_early_flush_changes_no_exact_result(self, make, backend, layer, rng):
-        """A new window starts after the flush."""
-        tokens = tokens_of(rng, layer, 2, 2 + 2 * WINDOW, np.float64)
-        head = make()
-        head.step(*at(tokens, np.s_[:, :2]))
-        head.flush()
-        output = head.step(*at(tokens, np.s_[:, 2:]))
-        want, state = run(layer, *tokens)
-        assert relative(output[:, WINDOW - 1 :: WINDOW], want[:, 2 + WINDOW - 1 :: WINDOW]) < EXACT[backend]
-        assert relative(head.state[:2], state) < EXACT[backend]
 
 
 class TestStates:

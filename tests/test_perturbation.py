@@ -5,15 +5,11 @@ import warnings
 
 import numpy as np
 import pytest
-from tiny_models import make, prompt, qwen
+from tiny_models import make, prompt, qwen, st, torch, transformers
 
 import sketchssm as ss
 from sketchssm.transformers import perturbation
 from sketchssm.transformers.perturbation import divergence, noisy, output_weights
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-st = ss.transformers
 
 __all__ = ["qwen"]  # a fixture
 

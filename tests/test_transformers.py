@@ -23,15 +23,12 @@ from tiny_models import (
     plain,
     prompt,
     qwen,
+    st,
+    torch,
+    transformers,
     unpatched,
 )
 
-import sketchssm as ss
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-st = ss.transformers
 ROOT = Path(__file__).parents[1]
 
 

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 from samples import relative
-from tiny_models import SETTINGS, generate, make, prompt, qwen
+from tiny_models import SETTINGS, generate, make, prompt, qwen, st, torch
 
 import sketchssm as ss
 from sketchssm.arrays import interop
@@ -14,9 +14,6 @@ from sketchssm.calibrate.allocation import allocate_ranks
 from sketchssm.calibrate.basis import fit_basis
 from sketchssm.calibrate.windows import take_tokens
 from sketchssm.plans.model_plans import ModelPlans
-
-torch = pytest.importorskip("torch")
-st = ss.transformers
 
 __all__ = ["qwen"]  # a fixture
 

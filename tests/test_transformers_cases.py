@@ -8,14 +8,24 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from tiny_models import SETTINGS, TOLERANCE, VISION, assert_same, call, forward, generate, make, plain, prompt
+from tiny_models import (
+    SETTINGS,
+    TOLERANCE,
+    VISION,
+    assert_same,
+    call,
+    forward,
+    generate,
+    make,
+    plain,
+    prompt,
+    st,
+    torch,
+    transformers,
+)
 
 import sketchssm as ss
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-st = ss.transformers
 modeling, patching = (import_module(f"sketchssm.transformers.{name}") for name in ("modeling", "patching"))
 REPLAY = {"plans": "replay", "slots": 2, "window": 4, "backend": "reference"}
 

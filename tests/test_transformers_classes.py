@@ -7,14 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_models import MORE, SETTINGS, TOLERANCE, assert_same, forward, generate, make, prompt
+from tiny_models import (
+    MORE,
+    SETTINGS,
+    TOLERANCE,
+    assert_same,
+    forward,
+    generate,
+    make,
+    prompt,
+    st,
+    torch,
+    transformers,
+)
 
-import sketchssm as ss
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-st = ss.transformers
 FUNCTIONS = re.compile(
     r"gated_delta_(rule|product)|kimi_delta|[a-z]_kda\b|delta_rule\b|mamba2?_chunk_scan|selective_state_update"
     r"|LightningAttention|(chunk|recurrent)_(simple_)?(gla|linear_attn|lightning_attn|retention|rwkv\d?)\b"

@@ -3,14 +3,7 @@
 import gc
 
 import pytest
-from tiny_models import TOLERANCE, assert_same, forward, generate, make, prompt
-
-import sketchssm as ss
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-st = ss.transformers
+from tiny_models import TOLERANCE, assert_same, forward, generate, make, prompt, st, torch, transformers
 
 
 @pytest.fixture(autouse=True)

@@ -2,14 +2,11 @@
 
 import numpy as np
 import pytest
-from tiny_models import SETTINGS, call, forward, make, prompt, qwen
+from tiny_models import SETTINGS, call, forward, make, prompt, qwen, st, torch
 
 import sketchssm as ss
 from sketchssm.layer.recurrence import Layer
 from sketchssm.plans import traffic
-
-torch = pytest.importorskip("torch")
-st = ss.transformers
 
 __all__ = ["qwen"]  # a fixture
 

@@ -18,16 +18,10 @@ from tiny_models import (
     plain,
     prompt,
     qwen,
+    st,
+    torch,
     unpatched,
 )
-
-import sketchssm as ss
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-st = ss.transformers
-
 
 __all__ = ["case", "model", "qwen"]  # fixtures
 

@@ -3,13 +3,10 @@
 import pytest
 from samples import self_answered
 from test_transformers_evaluation import random_plans
-from tiny_models import SETTINGS, call, forward, make, qwen
+from tiny_models import SETTINGS, call, forward, make, qwen, st, torch
 
 import sketchssm as ss
 from sketchssm.study.tasks import Score
-
-torch = pytest.importorskip("torch")
-st = ss.transformers
 
 __all__ = ["qwen"]  # a fixture
 

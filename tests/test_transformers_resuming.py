@@ -1,14 +1,10 @@
 """Calibrations of models that are interrupted and go on, and samples of given sizes."""
 
 import pytest
-from tiny_models import prompt, qwen
+from tiny_models import prompt, qwen, st, torch
 
-import sketchssm as ss
 from sketchssm.plans.files import FileFormatError
 from sketchssm.transformers import resuming
-
-torch = pytest.importorskip("torch")
-st = ss.transformers
 
 __all__ = ["qwen"]  # a fixture
 

@@ -6,10 +6,12 @@ import inspect
 
 import pytest
 
+import sketchssm as ss
 from sketchssm.layer.recurrence import Layer
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+st = ss.transformers
 
 # Heads sum float32 products in another order. Layers of large weights amplify the rounding: logits of up to 4 differed
 # by at most 8e-5, most of them by 2e-5. A wrong state changes them by more than 0.1.
