@@ -225,6 +225,15 @@ def test_joint_systems_score_answers_alone(lm):
     for system, ranks, bits in zip(wide.layers.values(), found.ranks, found.residual_bits, strict=True):
         assert np.array_equal(system.plan.ranks, ranks) and np.array_equal(system.plan.residual_bits, bits)
     assert narrow.reduction >= 1.6 * (1 - 1e-9) and wide.reduction >= 1.4 * (1 - 1e-9)
+    *_, graded, errors = lm["evaluate"].listed(
+        lm["evaluate"].arguments([*given, "--method", "error", "gradient", "--only", "*1.4x*"]), calibrations
+    )
+    assert (graded.name, errors.name) == ("joint, 1.4x", "joint, 1.4x, by error")
+    for x in calibrations.values():
+        x.joint.weighting = "error"
+    found = ss.allocate_joint([x.joint for x in calibrations.values()], 1.4)
+    for system, ranks in zip(errors.layers.values(), found.ranks, strict=True):
+        assert np.array_equal(system.plan.ranks, ranks)
     plain = lm["systems"].calibrate(model, ids(3, 64), window=8)
     assert all(x.joint is None and x.answers is None for x in plain.values())
 

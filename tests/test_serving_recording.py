@@ -1,6 +1,7 @@
 """Calibration from served tokens: which rows are followed and added, how much, files of several processes."""
 
 import itertools
+import os
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ torch = pytest.importorskip("torch")
 
 import sketchssm as ss  # noqa: E402
 from sketchssm.serving import recording  # noqa: E402
+from sketchssm.serving.following import ROWS, STEPS, Followed  # noqa: E402
 from sketchssm.serving.inputs import log_decays  # noqa: E402
-from sketchssm.serving.recording import ROWS, STEPS, Chunk, Followed, Recording  # noqa: E402
+from sketchssm.serving.recording import FINISH, Chunk, Recording  # noqa: E402
 
 BLOCK = 8
 
@@ -112,11 +114,11 @@ def test_shares_of_processes_are_joined(rng, tmp_path):
 
     record(tmp_path / "whole")
     paths = [tmp_path / f"half.{rank}-of-2" for rank in range(2)]
-    assert (
-        record(tmp_path / "half", rank=0, world=2)[-1] == f"wrote {paths[0]}; the last process puts the parts together"
-    )
+    told = "bases of 320 tokens (320 asked), scores of 40 (40), 0 chunks skipped"
+    last = record(tmp_path / "half", rank=0, world=2)[-1]
+    assert last == f"wrote {paths[0]}: {told}; the last process puts the parts together"
     assert paths[0].exists()
-    assert record(tmp_path / "half", rank=1, world=2)[-1] == f"wrote {tmp_path / 'half'}"
+    assert record(tmp_path / "half", rank=1, world=2)[-1] == f"wrote {tmp_path / 'half'}: {told}"
     assert not any(path.exists() for path in paths)
     whole, half = (ss.Calibration.load(tmp_path / name) for name in ("whole", "half"))
     assert half.fingerprint == whole.fingerprint
@@ -127,6 +129,10 @@ def test_shares_of_processes_are_joined(rng, tmp_path):
         assert np.array_equal(plan.ranks, other[name].ranks)
         # float32 sums of blocks of other sizes, of some hundred tokens
         assert np.allclose(half.layers[name].ranks.retained, whole.layers[name].ranks.retained, atol=1e-4)
+        for own in ("error", "isotropic"):
+            found, want = (getattr(each.layers[name].joint, own) for each in (half, whole))
+            assert np.abs(found - want).max() < 2e-3 * want.max()  # numbers at the edge of two codes get either one
+    assert half.plans(reduction=2).allocation.method == "joint-error"
 
 
 def test_a_share_of_the_time(rng, tmp_path, monkeypatch):
@@ -165,16 +171,65 @@ def test_bases_have_no_more_columns_than_kernels_take(rng, tmp_path):
     assert records["gdn"].basis.rank_max == 16
 
 
-def test_input_that_sums_refuse_ends_the_recording(rng, tmp_path):
-    layers = {"gdn": LAYERS["gdn"]}
+def test_tokens_that_sums_refuse_are_skipped(rng, tmp_path):
+    """NaN of the second layer of three reach the third. The others' sums are as without the chunk."""
+    layers = {name: LAYERS["gdn"] for name in "abc"}
     made, records, lines = recorder(tmp_path / "x", layers)
-    tokens = {"gdn": tokens_of(rng, LAYERS["gdn"], 1, 40)}
-    tokens["gdn"].g[0, 3, 1] = np.nan
-    assert serve(made, records, tokens, 0, [(0, 40)]).chunks
-    assert lines == [f"ended without a calibration: {lines[0].partition(': ')[2]}"]
-    assert "g: expected" in lines[0]
-    assert not made.active
-    assert not serve(made, records, tokens, 0, [(0, 40)]).chunks
+    twin = recorder(tmp_path / "y", layers)[1]
+    tokens = {name: tokens_of(rng, LAYERS["gdn"], 1, 448) for name in layers}
+    for name in "bc":
+        tokens[name].v[0, 10, 1] = np.nan
+    for first, count in ((0, 40), (0, 40), (0, 40), (40, 320), (0, 8), (360, 40), (0, 8)):
+        serve(made, records, tokens, first, [(0, count)])
+        made._task.result()
+        if count == 320:
+            twin["b"].add([torch.from_numpy(x[0, 40:360]) for x in tokens["b"]], None)
+            assert np.array_equal(records["b"].sums["moments"].query_gram, twin["b"].sums["moments"].query_gram)
+            assert (records["a"].tokens, records["b"].tokens) == (440, 320)
+    assert [line.partition(":")[0] for line in lines[:2]] == [
+        f"skipped tokens that can't be added, {n} times so far" for n in (1, 2)
+    ]
+    assert all(": b: v: expected finite numbers, got NaN" in line for line in lines[:2])
+    assert lines[-1] == (
+        f"wrote {tmp_path / 'x'}: bases of 320 tokens (320 asked), scores of 40 (40), 3 chunks skipped"
+    )
+
+
+@pytest.mark.parametrize("stage", ("moments", "scores"))
+def test_a_recording_goes_on_when_its_file_is_touched(rng, tmp_path, monkeypatch, stage):
+    """With the tokens that it has, or the fewest. A file from before the recording does not count."""
+    now = 0.0
+    monkeypatch.setattr(recording, "perf_counter", lambda: now)
+    monkeypatch.setattr(recording, "LEAST", 24)
+    trigger = tmp_path / f"x{FINISH}"
+    trigger.touch()
+    asked = {"moments": 3200, "scores": 320}[stage]
+    made, records, lines = recorder(tmp_path / "x", {"gdn": LAYERS["gdn"]}, asked)
+    tokens = {"gdn": tokens_of(rng, LAYERS["gdn"], 1, 320)}
+
+    def serve_some(*counts):
+        nonlocal now
+        for count in counts:
+            now += recording.LOOK
+            serve(made, records, tokens, 0, [(0, count)])
+            made._task.result()
+
+    def touch():
+        os.utime(trigger, ns=(0, trigger.stat().st_mtime_ns + 1))
+
+    if stage == "moments":
+        serve_some(16)
+        touch()
+        serve_some(16)  # still added: 16 are too few
+        serve_some(8, 16, 8)
+        told = "bases of 32 tokens (3200 asked), scores of 16 (400)"
+    else:
+        serve_some(320, 8, 32)
+        touch()
+        serve_some(8)
+        told = "bases of 320 tokens (320 asked), scores of 32 (40)"
+    assert lines[-1] == f"wrote {tmp_path / 'x'}: {told}, 0 chunks skipped"
+    assert not trigger.exists()
 
 
 def test_a_file_that_can_not_be_written(tmp_path):

@@ -34,8 +34,9 @@ with warnings.catch_warnings():
 
     from sketchssm.vllm import head_layer, layers, metadata, plugin, selfcheck
 
-from sketchssm import Calibration, Moments, RankScores, fit_basis  # noqa: E402
-from sketchssm.serving.recording import STEPS, Recording  # noqa: E402
+from sketchssm import Calibration, JointScores, Moments, RankScores, fit_basis  # noqa: E402
+from sketchssm.serving.following import STEPS  # noqa: E402
+from sketchssm.serving.recording import Recording  # noqa: E402
 
 
 @pytest.fixture
@@ -186,12 +187,17 @@ def test_layers_record_a_calibration(fixture, tmp_path, kind, mode):
     layer.step([(c, blocks[2], 0, 104, 104)])
     layer.step([(c, blocks[2], 104, 1, 104)])
     recording._task.result()
-    assert lines[-1] == f"wrote {path}"
-    scores = RankScores(basis)
-    scores.update(*(x if x is None else x[None, :104] for x in selfcheck.tokens_of(module, c)[:5]))
-    found = Calibration.load(path).layers[module.prefix].ranks
-    assert (found.samples == scores.samples).all()
-    assert np.allclose(found.retained, scores.retained, atol=1e-4)
+    assert lines[-1].startswith(f"wrote {path}: ")
+    ranks, joint = RankScores(basis), JointScores(basis)
+    for scores in (ranks, joint):
+        scores.update(*(x if x is None else x[None, :104] for x in selfcheck.tokens_of(module, c)[:5]))
+    found = Calibration.load(path).layers[module.prefix]
+    assert (found.ranks.samples == ranks.samples).all()
+    assert np.allclose(found.ranks.retained, ranks.retained, atol=1e-4)
+    assert (found.joint.samples == joint.samples).all()
+    for name in ("error", "isotropic"):
+        own, want = getattr(found.joint, name), getattr(joint, name)
+        assert np.abs(own - want).max() < 5e-3 * want.max()  # numbers at the edge of two codes get either one
 
 
 @pytest.mark.parametrize("kind", CLASSES)

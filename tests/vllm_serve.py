@@ -46,7 +46,9 @@ ROWS = [np.random.default_rng(i).integers(0, 500, size=256 if i < 4 else 128).to
 
 
 def record(llm, folder):
-    """Serve rows, of which the first four decode 64 tokens more, until the engine has written a calibration."""
+    """Serve rows, of which the first four decode 64 tokens more, until the engine has written a calibration. The first
+    four are enough for the bases, as a file is touched.
+    """
     import vllm_agreement
     from transformers import AutoModelForCausalLM
 
@@ -56,6 +58,10 @@ def record(llm, folder):
     for i, row in enumerate(ROWS):
         served = vllm_agreement.serve(llm.llm_engine, [(row, 65 if i < 4 else 1)], 1)
         tokens.append(np.array(row + served[0][0][:-1]))
+        if i == 3:
+            vllm_agreement.serve(llm.llm_engine, [([1], 4)], 1)
+            (folder / "recorded.finish").touch()
+            time.sleep(1.1)  # it is looked for once a second
         if i in (3, 5):  # steps of a request that is too short to be recorded
             vllm_agreement.serve(llm.llm_engine, [([1], 4)], 1)
             time.sleep(3)  # for a thread of the engine
@@ -64,7 +70,7 @@ def record(llm, folder):
         assert time.monotonic() < end, "no calibration was written"
         time.sleep(0.1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    collect(model, tokens, method="error", scores=("ranks",)).save(folder / "transformers")
+    collect(model, tokens, method="error").save(folder / "transformers")
 
 
 def main():

@@ -246,7 +246,8 @@ def listed(options, calibrations):
     systems = catalogue.baselines(calibrations, "exact", options.window)
     for family in options.systems:
         if family == "joint":
-            systems += catalogue.joint(calibrations, options.reductions)
+            for by_error in sorted({method == "error" for method in options.method or (None,)}):
+                systems += catalogue.joint(calibrations, options.reductions, by_error)
         elif family == "sketch":
             layer, window = next(iter(calibrations.values())).layer, options.window
             for name, form, kept, method in product(
@@ -300,7 +301,7 @@ def arguments(given=None):
     add("--residual-bits", nargs="+", type=int, choices=RESIDUAL_BITS, default=(0,), help="with the map subspace")
     add("--reductions", nargs="+", type=float, default=(10, 9), help="less traffic of jointly allocated residuals")
     add("--questions", type=int, default=16, help="needle prompts of calibration text that score them")
-    add("--method", nargs="+", choices=METHODS, help="rank allocations, see sketchssm.allocate_ranks")
+    add("--method", nargs="+", choices=METHODS, help="rank allocations; joint ones by error, or else by gradients")
     add("--window", type=int, default=16, help="tokens from one flush to the next")
     add("--rank-max", type=int, help="largest rank of a head (default: 16, the most on CUDA)")
     add("--calib-rows", type=int, default=9, help="rows of calibration text")

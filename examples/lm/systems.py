@@ -8,6 +8,7 @@ from recurrence import Recorder
 from torch.nn import functional as F
 
 import sketchssm as ss
+from sketchssm.calibrate.joint import some_scores
 from sketchssm.cuda import MAX_RANK
 from sketchssm.layer.recurrence import Tokens
 from sketchssm.study.evaluate.baselines import (
@@ -219,14 +220,19 @@ def sketches(calibrations, ranks, window=16, map="ridge", method=None, sketch_dt
     return systems
 
 
-def joint(calibrations, reductions):
-    """Sketches with residuals of all layers, ranks and bits allocated under one budget, at each of several budgets."""
+def joint(calibrations, reductions, by_error=False):
+    """Sketches with residuals of all layers, ranks and bits allocated under one budget, at each of several budgets.
+
+    `by_error` leaves out gradients and questions.
+    """
     systems = []
     text, answers = ([getattr(x, name) for x in calibrations.values()] for name in ("joint", "answers"))
+    if by_error:
+        text, answers = [some_scores(x, x.bits, None, weighted=False) for x in text], [None]
     for reduction in reductions:
         found = ss.allocate_joint(text, reduction, None if None in answers else answers)
         tables = zip(calibrations.items(), found.ranks, found.residual_bits, strict=True)
-        name = f"joint, {reduction:g}x"
+        name = f"joint, {reduction:g}x" + ", by error" * by_error
         layers = {
             place: sketch_system(ss.SketchPlan(x.basis, ranks, None, "subspace", found.sketch_dtype, bits), name)
             for (place, x), ranks, bits in tables

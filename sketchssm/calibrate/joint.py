@@ -39,6 +39,9 @@ RANKS = (1, 2, 3, 4, 6, 8, 12, 16)
 MAP = "subspace"
 """The map of sketches with residuals."""
 
+WINDOWS = 512
+"""Windows of a model's text that are scored, at even distances."""
+
 SUMS = ("paired", "error", "isotropic", "energy", "samples")
 
 

@@ -7,6 +7,7 @@ module       content
 `blocks`     the parts of a slot behind the state of a block of the engine's pool, and their size
 `decoder`    the head of one layer, and its operations for the layer
 `errors`     what heads measure of their sketches, as lines of the engine's log
+`following`  rows that are followed while they decode, for `recording`
 `inputs`     from a layer's activations to q, k, v, g and beta; `kernels` is the same on a GPU
 `plans`      the plans of a model, and the plan of a layer by the engine's name of it
 `recording`  calibration from the tokens that an engine serves

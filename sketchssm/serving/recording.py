@@ -2,11 +2,8 @@
 
 A `Recording` chooses at each step what is added to the sums of all layers: chunks of prefills, and rows that are
 followed for some tokens while they decode. A chunk or a followed row begins at the exact state in its slot, so it may
-begin anywhere in a request. The time of all this is limited to a share of the engine's.
-
-Decode steps may run in captured graphs. There, each layer copies the tokens of followed rows to a tape at a fixed
-address. `Followed` has the tokens' rows and places, which it finds on the device: only the blocks tell which request
-a row is of.
+begin anywhere in a request. The time of all this is limited to a share of the engine's. Tokens that sums refuse, such
+as NaN, are skipped and counted.
 """
 
 from __future__ import annotations
@@ -28,16 +25,16 @@ from sketchssm.arrays.gates import GateInput
 from sketchssm.calibrate.basis import fit_basis
 from sketchssm.calibrate.calibration import Calibration, LayerCalibration, StoredBasis
 from sketchssm.calibrate.distributed import join_shards
+from sketchssm.calibrate.joint import WINDOWS, JointScores
 from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.calibrate.windows import Carry
 from sketchssm.cuda import MAX_RANK
 from sketchssm.layer.recurrence import Layer
+from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.model_plans import LayerFingerprint, ModelFingerprint
+from sketchssm.serving.following import ROWS, STEPS, Followed
 from sketchssm.serving.inputs import log_decays
-
-ROWS, STEPS = 4, 64
-"""Rows that are followed at once, and tokens of each."""
 
 CHUNK = 1024
 """Most tokens of a chunk that are added."""
@@ -47,6 +44,20 @@ SCORED = 8
 
 IDLE = 1.0
 """Longest time in seconds from one step to the next that counts as the engine's."""
+
+FINISH = ".finish"
+"""A stage goes on with the tokens that it has, when the file of this ending beside the calibration's is touched."""
+
+LEAST = 1024
+"""Fewest tokens of a stage that goes on."""
+
+LOOK = 1.0
+"""Seconds from one look at this file to the next."""
+
+
+def columns_of(layer: Layer) -> int:
+    """Columns of a layer's basis."""
+    return min(MAX_RANK, layer.key_dim, layer.value_dim)
 
 
 class Chunk(NamedTuple):
@@ -68,51 +79,6 @@ class Choice:
     drop: bool = False  # whether they are left out
 
 
-class Followed:
-    """Rows of one group of layers that are followed while they decode; all arrays are on the device.
-
-    `sources (ROWS,)` are rows of the batch, and `places (ROWS,)` their tokens' places on the tape; the last place of a
-    tape is for rows that are not there.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.sources, self._blocks, self._starts, self._counts = (
-            torch.zeros(ROWS, dtype=torch.int64, device=device) for _ in range(4)
-        )
-        self._lanes = torch.arange(ROWS, device=device)
-        self.places = torch.full_like(self.sources, ROWS * STEPS)
-
-    def begin(self, blocks: torch.Tensor, computed: torch.Tensor) -> None:
-        """Follow rows with `computed` tokens, whose states are in some blocks."""
-        for mine, given, rest in ((self._blocks, blocks, -1), (self._starts, computed, 0)):
-            mine.fill_(rest)
-            mine[: len(given)] = given.to(mine)
-        self._counts.zero_()
-
-    def step(self, before: torch.Tensor, after: torch.Tensor, computed: torch.Tensor, single: torch.Tensor) -> None:
-        """Find the rows in a batch by the block of each row's state before and after the step.
-
-        `computed (rows,)` are tokens before the step, and `single` tells rows of one token that decode. If a row has
-        another number of tokens behind a state in the block, or another row's state goes there, the request has ended.
-        """
-        before, after = before.to(self._blocks), after.to(self._blocks)
-        there = before == self._blocks[:, None]
-        row = there.to(torch.uint8).argmax(1)
-        next = there.any(1) & single[row] & (computed[row] == self._starts + self._counts)
-        taken = (there | (after == self._blocks[:, None])).any(1)
-        self._blocks.copy_(torch.where(next, after[row], self._blocks.masked_fill(taken, -1)))
-        self.sources.copy_(row.masked_fill(~next, 0))
-        self.places.copy_(torch.where(next, self._lanes * STEPS + self._counts, ROWS * STEPS))
-        self._counts += next
-
-    def end(self) -> list[int]:
-        """Follow none from now on; tokens of each row that were followed."""
-        self._blocks.fill_(-1)
-        self.sources.zero_()
-        self.places.fill_(ROWS * STEPS)
-        return self._counts.tolist()
-
-
 class LayerRecord:
     """Sums of one layer. `gate` gives the parameters of raw gates, if the layer's head takes such."""
 
@@ -122,8 +88,9 @@ class LayerRecord:
         self, recording: Recording, name: str, module: str, layer: Layer, gate: Callable[[], GateInput | None]
     ) -> None:
         self.recording, self.name, self.module, self.layer, self._gate = recording, name, module, layer, gate
-        self.sums: Moments | RankScores = Moments(layer, window=recording.window)
+        self.sums: dict[str, Any] = {"moments": Moments(layer, window=recording.window)}
         self.tokens = 0  # of the sums
+        self.skipped = 0  # chunks and followed rows that sums refused
         self._tape: list[torch.Tensor] = []
         self._states: Any = None
         self._rows = 0
@@ -141,8 +108,10 @@ class LayerRecord:
             for name, shape in shapes.items()
         ]
         self._states = torch.zeros(ROWS, *self.layer.state_shape, device=device)
-        zeros = (torch.zeros(1, CHUNK, *shape, device=device) for shape in shapes.values())
-        Moments(self.layer, window=self.recording.window).update(*zeros)
+        zeros = [torch.zeros(1, CHUNK, *shape, device=device) for shape in shapes.values()]
+        basis = SketchBasis.random(self.layer, columns_of(self.layer), window=self.recording.window)
+        for sums in (Moments(self.layer, window=basis.window), JointScores(basis)):
+            sums.update(*zeros)
 
     def write(self, tokens: Sequence[torch.Tensor | None], followed: Followed) -> None:
         """Copy the tokens ``(tokens, ...)`` of followed rows to the tape."""
@@ -167,9 +136,16 @@ class LayerRecord:
         gate = self._gate()
         if gate is not None:
             g = log_decays(g, gate)
-        given = (None if x is None else x[None].float() for x in (q, k, v, g, beta))
-        self.sums.update(*given, carry=None if state is None else Carry(state.float()))
-        self.tokens += len(v)  # type: ignore[arg-type]
+        given = [None if x is None else x[None].float() for x in (q, k, v, g, beta)]
+        carry = None if state is None else Carry(state.float())
+        try:
+            for sums in self.sums.values():
+                sums.update(*given, carry=carry)
+        except ValueError as error:
+            self.skipped += 1
+            self.recording.skip(self.skipped, f"{self.name}: {error}")
+        else:
+            self.tokens += len(v)  # type: ignore[arg-type]
 
 
 class Recording:
@@ -179,7 +155,7 @@ class Recording:
     ----------
     path : str
         Where the calibration is written. Each of `world` processes writes its part beside it, and the last process
-        puts the parts together.
+        puts the parts together. Touch this path with `FINISH` behind it to go on with the tokens that there are.
     model : str
         Class of the model.
     window : int
@@ -211,12 +187,15 @@ class Recording:
         world: int = 1,
     ) -> None:
         self._path, self._model, self._tell, self._rank, self._world = Path(path), model, tell, rank, world
+        self._trigger = Path(path + FINISH)
         if self._path.is_dir() or not os.access(self._path.parent, os.W_OK):
             raise ValueError(f"plans: expected 'record:FILE', a file in a folder that can be written, got {path}")
         self.window, self._tokens, self._share = window, tokens, share
         self._layers: dict[str, LayerRecord] = {}
         self.active = True
         self._need, self._next, self._fitted = tokens, self._fit, 0
+        self._skipped = 0  # chunks and followed rows, of the layer with most
+        self._seen, self._looked = _stamp(self._trigger), 0.0
         self._task = Future[None]()
         self._task.set_result(None)
         self._pool = ThreadPoolExecutor(1, "sketchssm")
@@ -235,14 +214,19 @@ class Recording:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Count the time of what runs within; input that sums refuse ends the recording, not the engine."""
+        """Count the time of what runs within."""
         start = perf_counter()
         try:
             yield
-        except ValueError as error:
-            self._finish(f"ended without a calibration: {error}")
         finally:
             self._credit -= perf_counter() - start
+
+    def skip(self, number: int, why: str) -> None:
+        """Note that sums of a layer have refused so many chunks and followed rows; each power of two is logged."""
+        if number > self._skipped:
+            self._skipped = number
+            if not number & (number - 1):
+                self._tell(f"skipped tokens that can't be added, {number} times so far: {why}")
 
     def choose(self, group: Any, lengths: npt.NDArray[Any], computed: npt.NDArray[Any], decodes: int) -> Choice:
         """Choose what is added of a step's batch. Each group of layers asks once a step, and gets the same answer.
@@ -260,7 +244,7 @@ class Recording:
         now = perf_counter()
         self._credit += self._share * min(now - self._last, IDLE)
         self._last = now
-        if not self._collecting():
+        if not self._collecting(now):
             dropped, self._steps = self._steps >= 0, -1
             return Choice(drop=dropped)
         self._served += lengths[:decodes].sum(), lengths[decodes:].sum()
@@ -286,11 +270,17 @@ class Recording:
             self._steps += 1
         return Choice(chunks, begin, self._steps > 0, end)
 
-    def _collecting(self) -> bool:
+    def _collecting(self, now: float) -> bool:
         """Whether tokens are added at this step; goes on to the next stage when there are enough."""
         if not self.active or not self._task.done():
             return False
-        if min(record.tokens for record in self._layers.values()) < self._need:
+        tokens = min(record.tokens for record in self._layers.values())
+        if now - self._looked >= LOOK:
+            seen, self._looked = self._seen, now
+            self._seen = _stamp(self._trigger) or seen
+            if self._seen != seen:
+                self._need = min(self._need, max(tokens, LEAST))
+        if tokens < self._need:
             return True
         self._task = self._pool.submit(self._run, self._next)
         return False
@@ -307,33 +297,46 @@ class Recording:
         self._pool.shutdown(wait=False)
 
     def _fit(self) -> None:
-        self._tell(f"fitting bases to {self._need} tokens")
         records = self._layers.values()
-        every: Any = [record.sums for record in records]
-        bases = [fit_basis(sums, min(MAX_RANK, sums.layer.key_dim, sums.layer.value_dim)) for sums in every]
         self._fitted = min(record.tokens for record in records)
+        self._tell(f"fitting bases to {self._fitted} tokens")
+        bases = [fit_basis(record.sums["moments"], columns_of(record.layer)) for record in records]
+        self._need, self._next = self._need // SCORED, self._write
+        every = max(1, self._need // self.window // WINDOWS)
         for record, basis in zip(records, bases, strict=True):
             record.basis = StoredBasis.of(basis)
-            record.sums, record.tokens = RankScores(basis), 0
-        self._need, self._next = self._tokens // SCORED, self._write
+            record.sums, record.tokens = {"ranks": RankScores(basis), "joint": JointScores(basis, every=every)}, 0
 
     def _write(self) -> None:
         records: dict[str, Any] = self._layers
-        layers = {name: LayerCalibration(record.basis, record.sums) for name, record in records.items()}
+        layers = {name: LayerCalibration(record.basis, **record.sums) for name, record in records.items()}
         names = {name: LayerFingerprint(record.module, record.layer, "") for name, record in records.items()}
-        tokens = self._fitted + min(record.tokens for record in records.values())
-        own = Calibration(layers, ModelFingerprint(self._model, names), tokens)
+        scored = min(record.tokens for record in records.values())
+        own = Calibration(layers, ModelFingerprint(self._model, names), self._fitted + scored)
+        told = (
+            f"bases of {self._fitted} tokens ({self._tokens} asked), scores of {scored} ({self._tokens // SCORED}), "
+            f"{self._skipped} chunks skipped"
+        )
         if self._world > 1:
             own.save(self._part(self._rank))
             parts = [self._part(rank) for rank in range(self._world)]
             if not all(part.exists() for part in parts):
-                self._finish(f"wrote {self._part(self._rank)}; the last process puts the parts together")
+                self._finish(f"wrote {self._part(self._rank)}: {told}; the last process puts the parts together")
                 return
             own = join_shards([Calibration.load(part) for part in parts])
             for part in parts:
                 part.unlink(missing_ok=True)
         own.save(self._path)
-        self._finish(f"wrote {self._path}")
+        self._trigger.unlink(missing_ok=True)
+        self._finish(f"wrote {self._path}: {told}")
 
     def _part(self, rank: int) -> Path:
         return self._path.with_name(f"{self._path.name}.{rank}-of-{self._world}")
+
+
+def _stamp(path: Path) -> int:
+    """When a file was changed; 0 if there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0

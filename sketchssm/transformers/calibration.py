@@ -13,7 +13,7 @@ from sketchssm.arrays import interop
 from sketchssm.calibrate.allocation import METHODS, budget_of
 from sketchssm.calibrate.basis import fit_basis
 from sketchssm.calibrate.calibration import Calibration, LayerCalibration, StoredBasis
-from sketchssm.calibrate.joint import JointScores, check_reduction
+from sketchssm.calibrate.joint import WINDOWS, JointScores, check_reduction
 from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.plans import residual_settings
 from sketchssm.calibrate.scores import RankScores
@@ -36,9 +36,6 @@ from sketchssm.transformers.passes import (
 )
 from sketchssm.transformers.resuming import Resumable, digest_of
 from sketchssm.transformers.text import Ids, check_ids, token_rows
-
-WINDOWS = 512
-"""Windows of text that score ranks with residuals, at even distances."""
 
 
 def calibrate(

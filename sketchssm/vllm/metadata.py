@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
 from sketchssm.serving.batches import DecodeRows, KnownTokens, PrefillRows, RowBuffers, Split, moved_rows, split_rows
 from sketchssm.serving.errors import ErrorLog
-from sketchssm.serving.recording import Followed
+from sketchssm.serving.following import Followed
 from sketchssm.vllm import selfcheck
 from sketchssm.vllm.registry import tested
 
@@ -180,8 +180,6 @@ class HeadRows:
                     before = table.gather(1, places[:, None])[:, 0]
                 # a state that begins to be followed is in its block of this step
                 self._followed.step(slots if choice.begin is not None else before, slots, own, single)
-        if not record.recording.active:  # the sums have refused tokens
-            return self._followed, ()
         starts = np.cumsum(lengths) - lengths
         return self._followed, [
             (slice(starts[row], starts[row] + tokens), slots[row : row + 1].long(), begun)
