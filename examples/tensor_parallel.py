@@ -32,7 +32,9 @@ traces = ss.Traces.shipped("gdn")
 layer = traces.layer
 moments = ss.Moments(layer, window=16)
 moments.update(*(x[rank::world] for x in traces.fit_part()))
-moments = ss.distributed.all_reduce_moments(moments)
+parts = [moments] * world
+distributed.all_gather_object(parts, moments)
+moments = sum(parts[1:], parts[0])
 
 # One process makes the plan; the others read the file.
 if rank == 0:

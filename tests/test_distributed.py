@@ -1,12 +1,7 @@
-"""Two processes through torch.distributed, on the host: merged moments, and the tensor-parallel example."""
+"""Two processes through torch.distributed, on the host: the tensor-parallel example."""
 
 import pytest
-from processes import check_moments, check_tensor_parallel_example
-
-
-@pytest.mark.slow
-def test_moments(torch, rng, tmp_path):
-    check_moments("gloo", rng, tmp_path)
+from processes import check_tensor_parallel_example
 
 
 @pytest.mark.slow

@@ -8,15 +8,13 @@ the basis. Test sequences are used for neither.
 from __future__ import annotations
 
 import io
-import math
 import os
 import warnings
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +28,9 @@ Array = npt.NDArray[Any]
 SHIPPED = "mamba2", "gdn", "kda"
 """Kinds of the traces that come with the package."""
 
-TEXT_LIMIT = 2**16
-"""Most characters of a `kind` or a `provenance`."""
+TEXTS = "kind", "provenance"
+ENTRIES = *(f"{part}_{name}" for part in ("calib", "test") for name in Tokens._fields), "calib_grad", *TEXTS
+"""Entries of a file; others are not read."""
 
 
 class TraceFileError(ValueError):
@@ -101,7 +100,7 @@ class Traces:
     def load(cls, path: str | os.PathLike[str], kind: str | None = None) -> Traces:
         """Read a trace file and check all of it.
 
-        Shapes are checked before values are read. Entries of other names are not read.
+        Entries of other names are not read.
 
         Parameters
         ----------
@@ -128,14 +127,15 @@ class Traces:
         if not os.path.isfile(path):
             raise FileNotFoundError(f"no trace file at {path}")
         name = os.path.splitext(os.path.basename(path))[0]
-        with open(path, "rb") as file:
-            try:
-                with zipfile.ZipFile(file) as archive:
-                    return cls._read(_Archive(archive), kind, name)
-            except ValueError as error:
-                raise TraceFileError(f"{path}: {error}") from error
-            except Exception as error:  # zipfile and its decompressors raise exceptions of many kinds
-                raise TraceFileError(f"{path}: expected an npz archive of plain arrays ({error})") from error
+        try:
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
+                entries = {key: archive[key] for key in ENTRIES if key in archive}
+        except Exception as error:  # zipfile and its decompressors raise exceptions of many kinds
+            raise TraceFileError(f"{path}: expected an npz archive of plain arrays ({error})") from error
+        try:
+            return cls._of(entries, kind, name)
+        except ValueError as error:
+            raise TraceFileError(f"{path}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a trace file, which `load` reads, all or nothing. The file's name becomes the traces' name.
@@ -179,28 +179,32 @@ class Traces:
             return cls.load(path)
 
     @classmethod
-    def _read(cls, archive: _Archive, kind: str | None, name: str) -> Traces:
-        fields = ["q", "k", "v", "g"]
-        if "calib_beta" in archive or "test_beta" in archive:
-            fields.append("beta")
+    def _of(cls, entries: dict[str, Array], kind: str | None, name: str) -> Traces:
+        """Traces of the entries of a file, checked."""
+        fields = ["q", "k", "v", "g", *(["beta"] if "calib_beta" in entries or "test_beta" in entries else [])]
         needed = [f"{part}_{field}" for part in ("calib", "test") for field in fields]
-        missing = [key for key in needed if key not in archive]
+        missing = [key for key in needed if key not in entries]
         if missing:
             raise ValueError(f"{', '.join(missing)}: expected an array, got no such entry")
-        headers = {key: archive.header(key, "fiu") for key in needed}
+        arrays = {key: _numbers(key, x) for key, x in entries.items() if key not in TEXTS}
         for key in needed:
-            if key[-1] in "qkv" and len(headers[key].shape) != 4:
-                raise ValueError(f"{key}: expected shape (sequences, tokens, heads, dim), got {headers[key].shape}")
-        layer = _infer_layer(headers, archive.text("kind") if kind is None else kind)
+            if key[-1] in "qkv" and arrays[key].ndim != 4:
+                raise ValueError(f"{key}: expected shape (sequences, tokens, heads, dim), got {arrays[key].shape}")
+        texts = {key: _text(key, entries[key]) for key in TEXTS if key in entries}
+        layer = _infer_layer(arrays, texts.get("kind") if kind is None else kind)
+        parts = []
         for part in ("calib", "test"):
-            headed = Tokens(*(headers.get(f"{part}_{field}") for field in Tokens._fields))
-            _check_shapes(layer, headed, f"{part}_")
-        grad = None
-        if "calib_grad" in archive:
-            _check_grad("calib_grad", layer, archive.header("calib_grad", "fiu").shape, *headers["calib_v"].shape[:2])
-            grad = archive.array("calib_grad")
-        calib, test = (_read_tokens(archive, layer, part, fields) for part in ("calib", "test"))
-        return cls(layer, calib, test, grad, name, archive.text("provenance") or "")
+            parts.append(Tokens(*(arrays.get(f"{part}_{field}") for field in Tokens._fields)))
+            _check_shapes(layer, parts[-1], f"{part}_")
+            try:
+                check_gates(parts[-1].g, None)
+                check_writes(layer, parts[-1].k, parts[-1].beta)
+            except ValueError as error:
+                raise ValueError(f"{part}_{error}") from error
+        grad = arrays.get("calib_grad")
+        if grad is not None:
+            _check_grad("calib_grad", layer, grad.shape, *parts[0].v.shape[:2])
+        return cls(layer, parts[0], parts[1], grad, name, texts.get("provenance", ""))
 
     def fit_part(self) -> Tokens:
         """Calibration sequences that fit the basis: all but the last third, which is rounded down to at least one.
@@ -251,62 +255,24 @@ def named_errors(traces: Traces) -> Iterator[None]:
         raise ValueError(f"{traces.name}: {error}") from error
 
 
-class _Header(NamedTuple):
-    """Shape and type of an array that is not read yet."""
+def _numbers(key: str, array: Array) -> Array:
+    """An entry as float32. All values but log-decays must be finite."""
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"{key}: expected a plain array, got other bytes")
+    if array.dtype.kind not in "fiu":
+        hint = ": npz can't hold bfloat16, use float32" if array.dtype.kind == "V" else ""
+        raise ValueError(f"{key}: expected floating-point numbers, got dtype {array.dtype}{hint}")
+    with np.errstate(over="ignore"):  # beyond float32 means infinite
+        found: Array = array.astype(np.float32, copy=False)
+    if not (key.endswith("_g") or np.isfinite(found).all()):
+        raise ValueError(f"{key}: expected finite numbers, got NaN or infinity")
+    return found
 
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
 
-
-class _Archive:
-    """Arrays of an npz archive; an array is read at its first access."""
-
-    def __init__(self, archive: zipfile.ZipFile) -> None:
-        self._archive = archive
-        self._entries = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()}
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._entries
-
-    def header(self, key: str, kinds: str) -> _Header:
-        """Read the header of an array and check that the entry holds an array of that size and of one of the kinds."""
-        entry = self._entries[key]
-        with self._archive.open(entry) as file:
-            try:
-                version = np.lib.format.read_magic(file)
-                parse = np.lib.format.read_array_header_1_0 if version[0] == 1 else np.lib.format.read_array_header_2_0
-                shape, _, dtype = parse(file)
-            except ValueError as error:
-                raise ValueError(f"{key}: expected a plain array ({error})") from error
-            begin = file.tell()
-        if dtype.kind not in kinds:
-            want = "a string" if kinds == "U" else "floating-point numbers"
-            hint = ": npz can't hold bfloat16, use float32" if dtype.kind == "V" else ""
-            raise ValueError(f"{key}: expected {want}, got dtype {dtype}{hint}")
-        if begin + math.prod(shape) * dtype.itemsize != entry.file_size:
-            raise ValueError(f"{key}: expected {dtype} of shape {shape}, got {entry.file_size - begin} bytes")
-        return _Header(shape, dtype)
-
-    def array(self, key: str) -> Array:
-        """Read an array as float32. All values but log-decays must be finite."""
-        with np.errstate(over="ignore"):  # beyond float32 means infinite
-            array: Array = self._read(key).astype(np.float32)
-        if not (key.endswith("_g") or np.isfinite(array).all()):
-            raise ValueError(f"{key}: expected finite numbers, got NaN or infinity")
-        return array
-
-    def text(self, key: str) -> str | None:
-        """Read a string; None if there is no such entry."""
-        if key not in self:
-            return None
-        shape, dtype = self.header(key, "U")
-        if shape or dtype.itemsize > 4 * TEXT_LIMIT:
-            raise ValueError(f"{key}: expected one string of at most {TEXT_LIMIT} characters, got {dtype} of {shape}")
-        return str(self._read(key))
-
-    def _read(self, key: str) -> Array:
-        with self._archive.open(self._entries[key]) as file:
-            return np.lib.format.read_array(file)
+def _text(key: str, array: Array) -> str:
+    if not isinstance(array, np.ndarray) or array.dtype.kind != "U" or array.shape:
+        raise ValueError(f"{key}: expected one string, got {np.asarray(array).dtype} of {np.shape(array)}")
+    return str(array)
 
 
 def _held_out(rows: int) -> int:
@@ -314,10 +280,10 @@ def _held_out(rows: int) -> int:
     return max(rows // 3, 1)
 
 
-def _infer_layer(headers: dict[str, _Header], kind: str | None) -> Layer:
-    k, v, g = (headers[f"calib_{x}"].shape for x in "kvg")
+def _infer_layer(arrays: dict[str, Array], kind: str | None) -> Layer:
+    k, v, g = (arrays[f"calib_{x}"].shape for x in "kvg")
     if kind is None:
-        facts = "calib_beta" in headers, len(g) == 4
+        facts = "calib_beta" in arrays, len(g) == 4
         kind = next(name for name, own in PROPERTIES.items() if own == facts)
     return Layer(kind, v[2], k[3], v[3], k[2])
 
@@ -338,14 +304,3 @@ def _check_grad(name: str, layer: Layer, shape: tuple[int, ...], rows: int, leng
         raise ValueError(
             f"{name}: expected shape (n <= {rows}, t <= {length}, {layer.heads}, {layer.value_dim}), got {shape}"
         )
-
-
-def _read_tokens(archive: _Archive, layer: Layer, part: str, fields: list[str]) -> Tokens:
-    """Read one part of the file and check its gates and keys."""
-    arrays = {field: archive.array(f"{part}_{field}") for field in fields}
-    try:
-        check_gates(arrays["g"], None)
-        check_writes(layer, arrays["k"], arrays.get("beta"))
-    except ValueError as error:
-        raise ValueError(f"{part}_{error}") from error
-    return Tokens(*(arrays.get(field) for field in Tokens._fields))

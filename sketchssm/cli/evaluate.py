@@ -99,7 +99,7 @@ def _task(text: str) -> str:
 @click.option(
     "--out",
     type=NEW_FOLDER,
-    help="Write results.json and CSV files into this folder, and use the finished results in it.",
+    help="Write results.json into this folder, and use the finished results in it.",
 )
 @click.option(
     "--plots",
@@ -185,11 +185,11 @@ def command(
     from sketchssm.calibrate.traces import Traces, named_errors
     from sketchssm.cli.output import Output
     from sketchssm.study.evaluate import Study, evaluate, select
-    from sketchssm.study.evaluate.evaluation import RESULT_FILES
+    from sketchssm.study.evaluate.evaluation import RESULT_FILE
     from sketchssm.study.evaluate.tables import all_tables
     from sketchssm.study.plots import draw, picture_files
 
-    files = [] if out is None else [out / name for name in RESULT_FILES]
+    files = [] if out is None else [out / RESULT_FILE]
     if out is not None and plots:
         files += picture_files(out, f".{suffix}")
     options.check_files({"TRACES": traces, "--plan": plan_file}, out=files, json=json_file)
@@ -214,7 +214,7 @@ def command(
     for table in all_tables(found.layers):
         output.table(*table)
     output.finish(found.plain(sketchssm.__version__))
-    written = [] if out is None else found.save(out, sketchssm.__version__)
+    written = [] if out is None else [found.save(out, sketchssm.__version__)]
     if out is not None and plots:
         written += draw(found.layers, out, f".{suffix}").values()
     if written:

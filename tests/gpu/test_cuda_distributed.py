@@ -1,7 +1,7 @@
-"""Two processes through NCCL, each with its own GPU: merged moments, and the tensor-parallel example."""
+"""Two processes through NCCL, each with its own GPU: the tensor-parallel example."""
 
 import pytest
-from processes import check_moments, check_tensor_parallel_example
+from processes import check_tensor_parallel_example
 
 pytestmark = pytest.mark.gpu
 
@@ -12,10 +12,6 @@ DEVICES = "0,1"
 def two_devices(cupy, torch):
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs two CUDA devices")
-
-
-def test_moments(rng, tmp_path):
-    check_moments("nccl", rng, tmp_path, DEVICES)
 
 
 def test_tensor_parallel_example(tmp_path):

@@ -1,13 +1,11 @@
-"""The whole evaluation: every chosen system on every layer; finished results are kept, and written as CSV and JSON."""
+"""The whole evaluation: every chosen system on every layer; finished results are kept, and written as JSON."""
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,8 @@ from sketchssm.study.evaluate.measure import Measurement, measure, rounded
 from sketchssm.study.evaluate.registry import Entry
 from sketchssm.study.evaluate.study import Study
 
-RESULT_FILES = ("results.json", "results.csv", "drift.csv")
-"""Files of `Evaluation.save`."""
+RESULT_FILE = "results.json"
+"""File of `Evaluation.save`."""
 
 PART_FORMAT = 1
 """Version of the content of a kept part; it enters the part's key."""
@@ -64,18 +62,12 @@ class Evaluation:
         ]
         return {"version": version, "settings": self.settings, "layers": layers}
 
-    def save(self, folder: Path, version: str) -> list[Path]:
-        """Write ``results.json``, ``results.csv`` and ``drift.csv`` into a folder, and return the files."""
+    def save(self, folder: Path, version: str) -> Path:
+        """Write ``results.json`` into a folder, and return the file."""
         folder.mkdir(parents=True, exist_ok=True)
-        texts = (
-            json.dumps(self.plain(version), indent=1, allow_nan=False) + "\n",
-            _csv(RESULT_COLUMNS, _result_rows(self.layers)),
-            _csv(DRIFT_COLUMNS, _drift_rows(self.layers)),
-        )
-        files = [folder / name for name in RESULT_FILES]
-        for file, text in zip(files, texts, strict=True):
-            write_whole(file, text.encode())
-        return files
+        text = json.dumps(self.plain(version), indent=1, allow_nan=False) + "\n"
+        write_whole(folder / RESULT_FILE, text.encode())
+        return folder / RESULT_FILE
 
 
 def evaluate(
@@ -168,34 +160,3 @@ def _results(study: Study, systems: list[Measurement]) -> LayerResults:
         "digest": study.digest,
     }
     return LayerResults(study.traces.name, shape["kind"], facts, study.settings.map.name, systems)
-
-
-RESULT_COLUMNS = (
-    "layer", "kind", "family", "setting", "head", "rank", "reduction", "output_error", "state_error", "retained",
-)  # fmt: skip
-DRIFT_COLUMNS = ("layer", "kind", "family", "setting", "tokens", "output_error", "state_error")
-
-
-def _result_rows(layers: Sequence[LayerResults]) -> Iterator[list[Any]]:
-    """One row per system for all heads together, then one per head."""
-    for layer in layers:
-        for s in layer.systems:
-            lead = [layer.name, layer.kind, s.family, s.setting]
-            yield [*lead, "all", "", s.reduction, s.output_error, s.state_error, s.retained]
-            for head, errors in enumerate(zip(s.head_output_error, s.head_state_error, s.head_retained, strict=True)):
-                yield [*lead, head, "" if s.ranks is None else s.ranks[head], s.reduction, *errors]
-
-
-def _drift_rows(layers: Sequence[LayerResults]) -> Iterator[list[Any]]:
-    for layer in layers:
-        for s in layer.systems:
-            for point in zip(s.drift["tokens"], s.drift["output_error"], s.drift["state_error"], strict=True):
-                yield [layer.name, layer.kind, s.family, s.setting, *point]
-
-
-def _csv(columns: Sequence[str], rows: Iterable[list[Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(rows)
-    return text.getvalue()
