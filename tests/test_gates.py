@@ -115,18 +115,6 @@ class TestRefusals:
         with pytest.raises(TypeError, match=r"^gate: expected a GateInput or None, got tuple"):
             make(system, backend, gate=(np.zeros(4), np.zeros((4, 6))))
 
-    @pytest.mark.parametrize("backend", ["reference", "cpu"])
-    def test_tokens(self, backend, rng):
-        head, tokens = make("replay", backend, gate=gate_of(rng, LAYER)), tokens_of(rng, LAYER, 2, 1)
-        for change, kind, message in (
-            ({"g": tokens.g[..., 0]}, ValueError, "g: expected shape (2, 1, 4, 6), got (2, 1, 4)"),
-            ({"g": tokens.g.astype(int)}, TypeError, "g: expected a real floating-point array, got dtype int64"),
-            ({"beta": np.full_like(tokens.beta, np.nan)}, ValueError, "beta: expected finite numbers, got NaN"),
-        ):
-            with pytest.raises(kind, match=r"^" + re.escape(message)):
-                head.step(**(tokens._asdict() | change))
-        assert not head.position.any()
-
 
 @pytest.mark.parametrize("bound", [None, -5.0])
 @pytest.mark.parametrize("system", SYSTEMS)

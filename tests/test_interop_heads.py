@@ -61,28 +61,6 @@ class TestHeads:
         head.load_state(given["state"])
         assert torch.equal(got, head.step(**tokens).to(got.dtype))
 
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_jax(self, jax, backend, dtype, rng):
-        head, plain = self.pair(backend, rng)
-        tokens, start = tokens_of(rng, LAYER, 2, 5), states_of(rng, LAYER, 2)
-        arrays = each(tokens, jax.numpy.asarray)
-        arrays = arrays._replace(**{x: getattr(arrays, x).astype(dtype) for x in "qkv"})
-        head.load_state(jax.numpy.asarray(start), slots=jax.numpy.asarray([2, 0]))
-        plain.load_state(start, slots=[2, 0])
-        output = head.step(*arrays, slots=jax.numpy.asarray([2, 0]))
-        want = plain.step(*(np.asarray(x).astype(np.float64) for x in arrays), slots=[2, 0])
-        assert isinstance(output, jax.Array)
-        assert output.dtype == arrays.v.dtype
-        np.testing.assert_array_equal(np.asarray(output), want.astype(arrays.v.dtype))
-
-    @pytest.mark.parametrize("kind", [Exporter, Convertible])
-    def test_protocols(self, backend, kind, rng):
-        head, plain = self.pair(backend, rng)
-        tokens = tokens_of(rng, LAYER, 2, 5)
-        output = head.step(*each(tokens, kind))
-        assert type(output) is np.ndarray
-        np.testing.assert_array_equal(output, plain.step(*tokens))
-
     def test_frameworks_may_be_mixed(self, torch, jax, backend, rng):
         head, plain = self.pair(backend, rng)
         tokens = tokens_of(rng, LAYER, 2, 5)

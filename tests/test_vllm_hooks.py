@@ -222,16 +222,22 @@ def test_a_version_that_was_not_tested(fixture, monkeypatch, kind, drafts):
             assert relative(out, layer.oracle(request[0])) < TOLERANCE
 
 
+def batch_of(lengths, seen, blocks, prefilling):
+    """A batch of two requests, each in one block."""
+    starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=torch.tensor(seen).int(), num_reqs=2,
+        num_actual_tokens=sum(lengths), max_query_len=max(lengths), max_seq_len=64,
+        block_table_tensor=torch.tensor(blocks).int()[:, None],
+        slot_mapping=torch.zeros(sum(lengths), dtype=torch.int64), is_prefilling=torch.tensor(prefilling),
+        seq_lens_cpu_upper_bound=torch.tensor(seen).int(),
+    )  # fmt: skip
+
+
 def test_groups_of_mamba2(fixture):
     """Another cache group has the same batch in other blocks."""
     layer = fixture("mamba2", "replay")
-    starts = torch.tensor([0, 1, 4], dtype=torch.int32)
-    batch = CommonAttentionMetadata(
-        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=torch.tensor([5, 3]).int(), num_reqs=2,
-        num_actual_tokens=4, max_query_len=3, max_seq_len=64, block_table_tensor=torch.tensor([[3], [4]]).int(),
-        slot_mapping=torch.zeros(4, dtype=torch.int64), is_prefilling=torch.tensor([False, True]),
-        seq_lens_cpu_upper_bound=torch.tensor([5, 3]).int(),
-    )  # fmt: skip
+    batch = batch_of([1, 3], [5, 3], [3, 4], [False, True])
     meta = layer.builder.build(0, batch)
     assert (meta.decode.slots.tolist(), meta.prefill.slots.tolist()) == ([3], [4])
     assert meta.inner.state_indices_tensor_p.tolist() == [4]
@@ -244,13 +250,7 @@ def test_groups_of_mamba2(fixture):
 def test_a_captured_batch(fixture):
     """Slots of decode steps stay at one address."""
     layer = fixture("gdn", "replay")
-    starts = torch.tensor([0, 1, 2], dtype=torch.int32)
-    batch = CommonAttentionMetadata(
-        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=torch.tensor([1, 1]).int(), num_reqs=2,
-        num_actual_tokens=2, max_query_len=1, max_seq_len=64, block_table_tensor=torch.tensor([[0], [0]]).int(),
-        slot_mapping=torch.zeros(2, dtype=torch.int64), is_prefilling=torch.tensor([False, False]),
-        seq_lens_cpu_upper_bound=torch.tensor([1, 1]).int(),
-    )  # fmt: skip
+    batch = batch_of([1, 1], [1, 1], [0, 0], [False, False])
     captured = layer.builder.build_for_cudagraph_capture(batch)
     assert captured.decode.slots.tolist() == [0, 0]
     later = layer.builder.build(0, batch.replace(block_table_tensor=torch.tensor([[3], [2]]).int()))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from decode_systems import head_of
 from gpu.cuda_support import EXACT, LAYERS, STORED, error, make_plan, make_tokens
-
-from sketchssm.layer.recurrence import Tokens
+from gpu.test_cuda_heads import each, on_torch, wide
+from samples import at
 
 pytestmark = pytest.mark.gpu
 
@@ -36,22 +36,9 @@ def heads(request, devices, rng):
     return made, head_of(request.param, plan, 6, "reference")
 
 
-def on_device(x, device, torch, name):
-    if x is None:
-        return None
-    tensor = torch.from_numpy(np.ascontiguousarray(x)).to(f"cuda:{device}")
-    return tensor.bfloat16() if name in "qkv" else tensor
-
-
 def on(tokens, t, device, torch):
     """One token's inputs on a device."""
-    return Tokens(
-        *(on_device(None if x is None else x[:, t], device, torch, name) for name, x in tokens._asdict().items())
-    )
-
-
-def wide(x):
-    return x.double().cpu().numpy()
+    return each(at(tokens, np.s_[:, t]), on_torch(torch, f"cuda:{device}"), "bfloat16")
 
 
 def test_calls_in_turns(heads, torch, cupy, rng):
@@ -78,8 +65,8 @@ def test_calls_in_turns(heads, torch, cupy, rng):
             error(wide(outputs[0]), twin.step(*(None if x is None else x[:, t] for x in tokens), slots=slots))
             < STORED["bfloat16"]
         )
-    for each in (first, second, twin):
-        each.flush()
+    for head in (first, second, twin):
+        head.flush()
     np.testing.assert_array_equal(first.state.get(), second.state.get())
     assert error(first.state.get(), twin.state) < EXACT
 

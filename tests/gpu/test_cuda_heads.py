@@ -41,9 +41,9 @@ def each(tokens, convert, activation=None, gate=None):
     )
 
 
-def on_torch(torch):
+def on_torch(torch, device="cuda"):
     def convert(x, activation):
-        tensor = torch.from_numpy(np.ascontiguousarray(x)).cuda()
+        tensor = torch.from_numpy(np.ascontiguousarray(x)).to(device)
         return tensor if activation is None else tensor.to(getattr(torch, activation))
 
     return convert

@@ -168,17 +168,6 @@ extern "C" __global__ void warp_copies(const float* x, float* out, int announced
     }
 }
 
-// Rows of 16 elements, of which eight are loaded; the rows of the last matrix are in reverse order.
-extern "C" __global__ void load_four_transposed(const u16* x, u32* y, int first) {
-    alignas(16) __shared__ u16 rows[32 * 16];
-    const int lane = threadIdx.x;
-    for (int i = lane; i < 32 * 16; i += 32) rows[i] = x[i];
-    __syncwarp();
-    u32 words[4];
-    load_transposed(words, rows, (lane < 24 ? lane : 55 - lane) * 32 + first);
-    for (int n = 0; n < 4; n++) y[32 * n + lane] = words[n];
-}
-
 extern "C" __global__ void numbers(const u32* x, u32* out, float tiny, i64 big, bool* flag) {
     out[0] = __byte_perm(x[0], x[1], 0x7632);
     out[1] = __popc(x[0]);

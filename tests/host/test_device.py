@@ -168,19 +168,6 @@ def test_warp_copies_bring_the_announced_bytes(module, announced):
         module.get_function("warp_copies")((1,), (32,), (x, out, np.int32(announced)))
 
 
-def test_transposed_loads(module, rng):
-    x = rng.integers(0, 1 << 16, (32, 16)).astype(np.uint16)
-    kernel = module.get_function("load_four_transposed")
-    for first in (0, 8):
-        out = np.zeros((4, 8, 8), np.uint16)
-        kernel((1,), (32,), (x, out.view(np.uint32), np.int32(2 * first)))
-        want = x[:, first : first + 8].reshape(4, 8, 8).swapaxes(1, 2)
-        want[3] = want[3, :, ::-1]
-        assert np.array_equal(out, want)
-    with pytest.raises(RuntimeError, match="a row of a matrix is not aligned to 16 bytes"):
-        kernel((1,), (32,), (x, out.view(np.uint32), np.int32(8)))
-
-
 def test_numbers_and_arguments(module):
     x, out, flag = np.array([0x12345678, 0x9ABCDEF0], np.uint32), np.zeros(4, np.uint32), np.zeros(1, bool)
     kernel = module.get_function("numbers")
