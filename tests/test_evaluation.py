@@ -12,7 +12,6 @@ from sketchssm.calibrate.traces import Traces
 from sketchssm.calibrate.windows import host_tokens
 from sketchssm.layer.coefficients import MAPS, CoefficientMap
 from sketchssm.layer.recurrence import KINDS
-from sketchssm.plans.files import source_digest
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference.recurrence import run
 from sketchssm.reference.walk import walk
@@ -207,55 +206,11 @@ def test_ablations_differ_in_one_thing(tmp_path):
 
 def evaluated(
     study,
-    folder=None,
     names=("exact", "sketch", "ablation/allocation-*"),
     progress=lambda label: None,
     backend="reference",
 ):
-    return evaluate([study], select([study], names), folder, backend, progress)
-
-
-def forbid(monkeypatch):
-    """Make every new measurement an error."""
-
-    def refuse(*arguments):
-        raise AssertionError(f"measured again: {arguments[0]}")
-
-    monkeypatch.setattr("sketchssm.study.evaluate.evaluation.measure", refuse)
-
-
-def test_finished_parts_are_kept(tmp_path, monkeypatch):
-    seen = []
-    first = evaluated(study_of(tmp_path), tmp_path / "out", progress=seen.append)
-    assert len(seen) == len(first.layers[0].systems)
-    forbid(monkeypatch)
-    assert evaluated(study_of(tmp_path), tmp_path / "out") == first
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"seed": 1}, {"mean_rank": 2}, {"every": 16}, {"method": "error"}],
-    ids=lambda change: next(iter(change)),
-)
-def test_other_settings_are_measured_anew(tmp_path, monkeypatch, change):
-    """Another seed of the random traces changes contents; the others change settings."""
-    evaluated(study_of(tmp_path), tmp_path / "out", ("exact",))
-    forbid(monkeypatch)
-    with pytest.raises(AssertionError, match="measured again"):
-        evaluated(study_of(tmp_path, **change), tmp_path / "out", ("exact",))
-
-
-def test_other_sources_are_measured_anew(tmp_path, monkeypatch):
-    """An edit of the library may change results without a new version number."""
-    evaluated(study_of(tmp_path), tmp_path / "out", ("exact",))
-    forbid(monkeypatch)
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "edited.py").write_text("pass")
-    monkeypatch.setattr("sketchssm.plans.files.PACKAGE", tmp_path / "package")
-    source_digest.cache_clear()
-    with pytest.raises(AssertionError, match="measured again"):
-        evaluated(study_of(tmp_path), tmp_path / "out", ("exact",))
-    source_digest.cache_clear()
+    return evaluate([study], select([study], names), backend, progress)
 
 
 @pytest.mark.parametrize(
@@ -277,17 +232,6 @@ def test_settings_are_checked_before_anything_is_measured(tmp_path, settings, me
         Study(good.traces, Settings(WINDOW, method=settings.get("method")), **chosen)
 
 
-def test_broken_parts_are_measured_anew(tmp_path):
-    study = study_of(tmp_path)
-    first = evaluated(study, tmp_path / "out")
-    part = tmp_path / "out" / "parts" / "a" / "sketch--ridge-3.json"
-    whole = part.read_text()
-    for damage in ("", "{", '{"key": 1}', "[]", whole.replace('"reduction": ', '"reduction": 1')):
-        part.write_text(damage)
-        assert evaluated(study, tmp_path / "out") == first
-        assert part.read_text() == whole
-
-
 def test_files(tmp_path):
     found = evaluated(study_of(tmp_path))
     results = json.loads(found.save(tmp_path / "new" / "out", "1").read_text())
@@ -303,7 +247,6 @@ def test_plans_join_in(tmp_path):
     plan = SketchPlan(study.calibrated().basis, np.full(4, 2), WINDOW)
     joined = study_of(tmp_path, plan=plan)
     assert names_of(joined) == [*names_of(study), "plan/given"]
-    assert joined.digest != study.digest
     with pytest.raises(ValueError, match="plan: expected one for"):
         study_of(tmp_path, "kda", name="b", plan=plan)
 

@@ -61,7 +61,7 @@ def command(
     replaced = ["ablation/full-method", "ablation/random-basis", "ablation/allocation-*"]
     chosen = select(studies, ["exact", *sketches, *replaced])
     with output.progress("", sum(map(len, chosen)) + len(studies)) as step:
-        found = evaluate(studies, chosen, None, backend, step)
+        found = evaluate(studies, chosen, backend, step)
         used = found.layers[0].systems[0].backend
         times = {} if used == "reference" else _times(studies, sketches, used, rows, step)
     compared = [

@@ -99,7 +99,7 @@ def _task(text: str) -> str:
 @click.option(
     "--out",
     type=NEW_FOLDER,
-    help="Write results.json into this folder, and use the finished results in it.",
+    help="Write results.json into this folder.",
 )
 @click.option(
     "--plots",
@@ -161,8 +161,7 @@ def command(
 ) -> None:
     """Decode the test sequences of TRACES with every system and report retained energy, traffic and errors.
 
-    Each file is calibrated first. Finished results are kept in the folder of --out, so an interrupted run can
-    continue.
+    Each file is calibrated first.
 
     With --model, compare the predictions of a model with and without --plans on a text, and with --tasks its recall.
     """
@@ -210,7 +209,7 @@ def command(
     if not any("random-basis" in entry.name for own in chosen for entry in own):
         options.refuse("without the systems random-basis", ("seed",))
     with output.progress("", sum(map(len, chosen))) as step:
-        found = evaluate(studies, chosen, out, backend, step)
+        found = evaluate(studies, chosen, backend, step)
     for table in all_tables(found.layers):
         output.table(*table)
     output.finish(found.plain(sketchssm.__version__))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -62,20 +61,6 @@ class Measurement:
     def plain(self) -> dict[str, Any]:
         """Return the measurement as JSON holds it, numbers rounded to the digits that repeat."""
         return rounded(asdict(self))
-
-    @classmethod
-    def of(cls, plain: dict[str, Any]) -> Measurement:
-        """Return a measurement from `plain`, with the infinite numbers that JSON cannot hold."""
-
-        def bounded(value: Any, beyond: float) -> Any:
-            if isinstance(value, list):
-                return [bounded(item, beyond) for item in value]
-            return beyond if value is None else value
-
-        errors = {name: bounded(value, math.inf) for name, value in plain.items() if name.endswith("_error")}
-        shares = {name: bounded(value, -math.inf) for name, value in plain.items() if name.endswith("retained")}
-        drift = {name: bounded(curve, math.inf) for name, curve in plain["drift"].items()}
-        return cls(**(plain | errors | shares | {"drift": drift}))
 
 
 def measure(entry: Entry, study: Study, backend: str = "auto") -> Measurement:

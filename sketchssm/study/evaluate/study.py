@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -147,18 +145,3 @@ class Study:
         if typical.ndim == 2:
             typical = np.quantile(typical, 0.9, axis=1)
         return np.divide(-math.log(2), typical, out=np.full_like(typical, np.inf), where=typical < 0)
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of the contents of the traces and of all settings that a result depends on."""
-        known = hashlib.sha256()
-        described: list[Any] = [asdict(self.traces.layer), asdict(self.settings), self.mean_rank, self.seed]
-        known.update(repr([*described, self.every]).encode())
-        arrays = [*self.traces.calib, *self.traces.test, self.traces.grad]
-        if self.plan is not None:
-            known.update(repr(self.plan).encode())
-            arrays += [self.plan.omega, self.plan.ranks]
-        for array in arrays:
-            known.update(b"none" if array is None else repr((array.shape, array.dtype.str)).encode())
-            known.update(b"" if array is None else np.ascontiguousarray(array).tobytes())
-        return known.hexdigest()
