@@ -3,7 +3,8 @@
 // flush/config.cuh).
 //
 // Takes the rows of a call whose windows are at their beginning. A block has one (row, head) at a time, with the state
-// in registers. encode/basis.cuh has the sketch, encode/residual.cuh the residual.
+// in registers, while the next state is copied to shared memory. encode/basis.cuh has the sketch, encode/residual.cuh
+// the residual.
 //
 // -D constants: read.cu's.
 #include "encode/residual.cuh"
@@ -11,6 +12,30 @@
 #include "slot/schedule.cuh"
 
 constexpr int ENCODE_BLOCKS = 16 / ENCODERS;  // of a multiprocessor
+
+// 16 rows of a state, of one warp. Rows are so far apart that two rows, which a load of 16 bytes reads at once, are in
+// different banks.
+struct RowStage {
+    static constexpr int STRIDE = K + 16, PIECE = 16 / sizeof(state_t);
+    alignas(16) state_t rows[16][STRIDE];
+
+    DEVICE state_t* at(int row, int channel) { return &rows[row][channel]; }
+    DEVICE void fetch(const state_t* from) {
+#pragma unroll 4
+        for (int i = encoder_thread() % 32; i < 16 * K / PIECE; i += 32)
+            copy_async_16(at(i / (K / PIECE), i % (K / PIECE) * PIECE), from + i * PIECE);
+        copy_async_commit();
+    }
+    DEVICE void wait() {
+        copy_async_wait<0>();
+        __syncwarp();
+    }
+};
+
+struct BlockMemory {
+    EncodeMemory encode;
+    RowStage stages[ENCODERS];
+};
 
 #ifndef SIZES_ONLY
 // Lists the rows at the beginning of a window, in the same order in every block; returns their number.
@@ -41,25 +66,42 @@ extern "C" __global__ void __launch_bounds__(32 * ENCODERS, ENCODE_BLOCKS)
                   int cursor_stride, const uint2* basis, const int4* heads, const int* order,
                   ENCODE_STATES_PARAMETERS) {
     extern __shared__ uint4 shared[];
-    EncodeMemory& m = *reinterpret_cast<EncodeMemory*>(shared);
+    BlockMemory& m = *reinterpret_cast<BlockMemory*>(shared);
     __shared__ short rows[MAX_ROWS];
+    RowStage& stage = m.stages[threadIdx.x / 32];
     wait_for_previous_kernel();
     allow_next_kernel();
-    const int tiles = SKETCHED_HEADS * list_rows(*schedule, {cursor, cursor_stride}, batch, rows);
+    const int count = list_rows(*schedule, {cursor, cursor_stride}, batch, rows), tiles = SKETCHED_HEADS * count;
+    // Head and slot of the block's nth tile; a slot of -1 past the last. All rows of a head follow one another, and the
+    // blocks' order turns round each time: so every block has its share of the heads of high rank, which take longer.
+    auto find = [&](int n) {
+        const int own = blockIdx.x, blocks = gridDim.x, tile = n * blocks + (n % 2 ? blocks - 1 - own : own);
+        if (tile >= tiles) return make_int2(0, -1);
+        return make_int2(order[FULL_STATE_HEADS + tile / count], schedule->slots[rows[tile % count]]);
+    };
+    auto fetch = [&](const int2& tile) {
+        if (tile.y < 0) return;
+        stage.fetch(Strided<const state_t>{state, state_stride}.of(tile.y) +
+                    (tile.x * V + encoder_thread() / 32 * 16) * K);
+    };
+    auto at = [&](int row, int channel) { return stage.at(row, channel); };
+    int2 coming = find(0);
+    fetch(coming);
 #pragma unroll 1
-    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const int head = order[FULL_STATE_HEADS + tile % SKETCHED_HEADS];
-        const int slot = schedule->slots[rows[tile / SKETCHED_HEADS]];
-        const int4 info = heads[head];
-        sketch_t* const packed = Strided<sketch_t>{sketch, sketch_stride}.of(slot) + info.y;
-        const state_t* const home =
-            Strided<const state_t>{state, state_stride}.of(slot) + (head * V + threadIdx.x / 32 * 16) * K;
-        auto at = [&](int row, int channel) { return home + row * K + channel; };
-        encode_state(m, at, basis, packed, info, [] {});
+    for (int n = 1; coming.y >= 0; n++) {
+        const int2 now = coming;
+        coming = find(n);
+        const int4 info = heads[now.x];
+        sketch_t* const packed = Strided<sketch_t>{sketch, sketch_stride}.of(now.y) + info.y;
+        stage.wait();
+        encode_state(m.encode, at, basis, packed, info, [&] {
+            __syncwarp();
+            fetch(coming);
+        });
     }
 }
 #endif
 
 // Values for the host's launch.
-extern "C" __device__ int encode_shared_bytes = sizeof(EncodeMemory);
+extern "C" __device__ int encode_shared_bytes = sizeof(BlockMemory);
 extern "C" __device__ int encode_threads = 32 * ENCODERS;

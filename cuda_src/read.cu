@@ -30,9 +30,9 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     [[maybe_unused]] auto zero = [&](int row, int first, int count) {
         for (int i = lane; i < count; i += 32) arg.out.of(row)[first + i] = narrow<OUT>(0.f);
     };
-    auto list = [&](int slot, int row, int word) {
+    auto list = [&](int slot, int row, int word, bool measured) {
         schedule->rows[atomicAdd(&schedule->due, 1)] =
-            DueRow{slot, static_cast<u32>(row), static_cast<u32>(position_of(word, W))};
+            DueRow{slot, static_cast<u32>(row), static_cast<u32>(position_of(word, W)), measured};
     };
 #if SKETCHED_HEADS  // before the wait: only data that no kernel changes
     extern __shared__ uint4 shared[];
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
         if (!SKETCHED_HEADS && i < batch && threadIdx.x == 0) schedule->slots[row] = slot, slots.note(slot);
         if (slot >= 0 && !flushes_now(word, W)) read_state(arg, head, row, slot, position_of(word, W), part);
         else if (slot < 0) zero(row, head * V + part * (V / QUARTERS), V / QUARTERS);
-        else if (!SKETCHED_HEADS && i < batch && threadIdx.x == 0) list(slot, row, word);
+        else if (!SKETCHED_HEADS && i < batch && threadIdx.x == 0) list(slot, row, word, false);
         if (!SKETCHED_HEADS) break;  // one (row, head) a block
     }
 #endif
@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
             if (slot < 0 || !first_tile_is_own(row) || (!MONITOR && BlockRows::continues(slot, block.rows[i].y)))
                 continue;
             const int word = *arg.memory.cursor.of(slot);
-            if (!MONITOR || flushes_now(word, W)) list(slot, row, word);
+            if (!MONITOR || flushes_now(word, W)) list(slot, row, word, block.rows[i].y != NO_READ);
         }
         __syncthreads();
     }

@@ -51,7 +51,11 @@ DEVICE float fold_by_token(const Flush& f, const FlushTile& tile, const KeyStage
 #pragma unroll
         for (int e = 0; e < LK; e++) read += s[e] * query[e], squares += s[e] * s[e];
         read = warp_sum(read);
-        if (f.takes_own() && threadIdx.x % 32 == 0) error.replace(f.output(tile)[value], read);
+        if (f.takes_own() && threadIdx.x % 32 == 0) {
+            out_t& output = f.output(tile)[value];
+            error.add(output, read);
+            output = narrow<OUT>(read);
+        }
     }
     return squares;
 }

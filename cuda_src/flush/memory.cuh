@@ -5,9 +5,10 @@
 #include "flush/stages.cuh"
 
 // Work tile: a (row, head); index = row * HEADS + head. `buffered`: tokens in the ring. slot < 0: past the last tile.
+// `measured`: the read kernel has left the sketch's answers in the place of the outputs.
 struct alignas(8) FlushTile {
     int slot;
-    u32 index : 26, buffered : 6;
+    u32 index : 25, buffered : 6, measured : 1;
     DEVICE bool exists() const { return slot >= 0; }
     DEVICE int row() const { return index / HEADS; }
     DEVICE int head() const { return index % HEADS; }

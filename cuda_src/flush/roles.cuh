@@ -67,6 +67,7 @@ DEVICE void fold_tile(const Flush& f, const FlushTile& tile, int n, StateStage& 
     auto wait_solve = [&] { m.solve_full[n % SOLVE_STAGES].wait(n / SOLVE_STAGES); };
     if (RAW_KEYS) stage.full.wait(n / KEY_STAGES);
     else m.operands_full[n % KEY_STAGES].wait(n / KEY_STAGES);
+    BlockError error(f, tile);
     rows.full.wait(n / STATE_STAGES);
     if (RAW_KEYS && folded < W) wait_solve();  // the solver has written zeros in place of missing keys
     Writes writes;
@@ -74,7 +75,6 @@ DEVICE void fold_tile(const Flush& f, const FlushTile& tile, int n, StateStage& 
     else wait_solve(), m.values.full.wait(n);
     float squares = 0, read[2] = {0, 0};
     const bool by_token = folded > 0 && solve.by_token();
-    BlockError error;
     if (by_token) squares = fold_by_token(f, tile, stage, prepared, m.values, rows.state, error);
 #pragma unroll UNROLLED
     for (int step = 0; step < STEPS && !by_token; step++) {
@@ -108,7 +108,9 @@ DEVICE void fold_tile(const Flush& f, const FlushTile& tile, int n, StateStage& 
     for (int half = 0; half < 2; half++) {
         read[half] += __shfl_xor_sync(ALL, read[half], 1);
         read[half] += __shfl_xor_sync(ALL, read[half], 2);
-        if (c == 0) error.replace(f.output(tile)[16 * block + value_row(half)], read[half]);
+        if (c > 0) continue;
+        error.add(half, read[half]);
+        f.output(tile)[16 * block + value_row(half)] = narrow<OUT>(read[half]);
     }
     error.store(f, tile);
 }

@@ -105,26 +105,45 @@ struct Flush {
     }
 };
 
-// A lane's part of the error of a tile's row block.
+// A lane's part of the error of a tile's row block. Memory is far away while a flush saturates it: answers are
+// requested before the warp waits for the state, and sums are added without being loaded.
 struct BlockError {
     float error = 0, energy = 0;
+#if MONITOR
+    out_t answers[2];  // of rows r and r + 8, in lanes (r, 0)
 
-    // Writes an exact output in place of the sketch's answer.
-    DEVICE void replace(out_t& answer, float exact) {
+    DEVICE BlockError(const Flush& f, const FlushTile& tile) {
+        const bool given = tile.measured && threadIdx.x % 4 == 0;
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            answers[half] = given ? f.output(tile)[threadIdx.x / 32 * 16 + value_row(half)] : out_t();
+    }
+#else
+    DEVICE BlockError(const Flush&, const FlushTile&) {}
+#endif
+
+    DEVICE void add([[maybe_unused]] int half, [[maybe_unused]] float exact) {
+#if MONITOR
+        add(answers[half], exact);
+#endif
+    }
+    DEVICE void add([[maybe_unused]] out_t answer, [[maybe_unused]] float exact) {
 #if MONITOR
         const float difference = exact - widen<OUT>(answer);
         error += difference * difference, energy += exact * exact;
 #endif
-        answer = narrow<OUT>(exact);
     }
     // Counts a flush. Adds the warp's sums if it is measured; a full-state head has no answer, and no error.
-    DEVICE void store(const Flush& f, const FlushTile& tile) {
+    DEVICE void store([[maybe_unused]] const Flush& f, [[maybe_unused]] const FlushTile& tile) {
 #if MONITOR
-        error = warp_sum(error), energy = warp_sum(energy);
         ErrorSums& sums = f.errors.of(tile.slot)[tile.head() * ROW_BLOCKS + threadIdx.x / 32];
-        if (threadIdx.x % 32 > 0) return;
-        if (sums.measures()) sums.error += f.heads[tile.head()].x > 0 ? error : 0.f, sums.energy += energy;
-        sums.flushes += 1;
+        const bool first = threadIdx.x % 32 == 0;
+        if (tile.measured) {
+            error = warp_sum(error), energy = warp_sum(energy);
+            if (first && (FULL_STATE_HEADS == 0 || f.heads[tile.head()].x > 0)) atomicAdd(&sums.error, error);
+            if (first) atomicAdd(&sums.energy, energy);
+        }
+        if (first) atomicAdd(&sums.flushes, 1.f);
 #endif
     }
 };
@@ -132,7 +151,8 @@ struct BlockError {
 constexpr FlushTile NO_TILE{-1};
 // Tile number i of the flush. The tiles of a row are consecutive; `entry` is the row's entry in the schedule.
 DEVICE FlushTile tile_at(int i, const DueRow& entry) {
-    return FlushTile{entry.slot, static_cast<u32>(entry.row * HEADS + i % HEADS), entry.buffered};
+    return FlushTile{entry.slot, static_cast<u32>(entry.row * HEADS + i % HEADS), entry.buffered,
+                     entry.measured};
 }
 
 // A warp's iteration over its block's tiles.

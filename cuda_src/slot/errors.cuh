@@ -2,7 +2,7 @@
 //
 // The read kernel also reads the tokens of measured flushes, and leaves the sketch's answers in the place of their
 // outputs. The flush then waits for the end of the reads, compares each answer with the output that replaces it, and
-// adds to the sums of the slot. A fold warp has the sums of its own row block, so no order of additions changes.
+// adds to the sums of the slot. One warp of a flush adds to a row block's sums: no order of additions changes.
 //
 // -D MONITOR: every so many flushes of a slot are measured. Without it none is.
 #pragma once

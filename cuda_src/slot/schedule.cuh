@@ -2,10 +2,10 @@
 #pragma once
 #include "lib/common.cuh"
 
-// A row to flush, and the number of tokens in its ring.
+// A row to flush, the number of tokens in its ring, and whether its error is measured (slot/errors.cuh).
 struct alignas(8) DueRow {
     int slot;
-    u32 row : 16, buffered : 16;
+    u32 row : 16, buffered : 15, measured : 1;
 };
 
 // An engine has one Schedule for each stream and each captured graph. All fields are zero at first. After every step,
