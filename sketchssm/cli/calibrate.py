@@ -108,55 +108,28 @@ def _from_traces(
     rank_max: int | None,
 ) -> None:
     """Make one plan for each trace file."""
-    from sketchssm.calibrate.allocation import budget_of
-    from sketchssm.calibrate.plans import (
-        calibrate,
-        joint_plans,
-        mean_retained,
-        mean_sketch_rank,
-        plan_layers,
-        reduction_of,
-        residual_settings,
-    )
+    from sketchssm.calibrate.calibration import Calibration, LayerCalibration, StoredBasis, make_plans
+    from sketchssm.calibrate.plans import calibrate, residual_settings
     from sketchssm.calibrate.traces import Traces, named_errors
     from sketchssm.cli.output import save_plans
     from sketchssm.cuda import MAX_RANK
-    from sketchssm.plans.model_plans import AllocationSummary
 
-    chosen = settings.map, settings.sketch_dtype, settings.residual_bits, settings.method
-    _, form, bits = residual_settings(*chosen, reduction)
-    mean_rank, _ = budget_of(mean_rank, reduction)
-    layers = []
+    made: Any = {name: x for name, x in vars(settings).items() if name != "window"}
+    _, form, bits = residual_settings(**made, reduction=reduction)
+    layers, tokens = {}, 0
     with output.progress("calibrating", len(traces)) as step:
-        for path in traces:
+        for path, file in zip(traces, map(str, files), strict=True):
             step(f"calibrating {path.name}")
             recorded = Traces.load(path)
             with named_errors(recorded):
                 most = rank_max or min(MAX_RANK, recorded.layer.key_dim, recorded.layer.value_dim)
-                layers.append(calibrate(recorded, settings.window, most))
-    bases = [layer.basis for layer in layers]
-    if bits and settings.method != "uniform":
-        shapes = [layer.traces.layer for layer in layers]
-        budget = reduction or reduction_of(shapes, settings.window, mean_rank, form, settings.residual_bits)
-        with output.progress("scoring", len(layers)) as step:
-            joint = []
-            for layer, path in zip(layers, traces, strict=True):
-                step(f"scoring {path.name}")
-                joint.append(layer.joint(bits, form, settings.method))
-        planned, allocation = joint_plans(bases, joint, budget)
-        retained = [own.retained(plan.ranks, plan.residual_bits) for own, plan in zip(joint, planned, strict=True)]
-        mean_rank = mean_sketch_rank(planned)
-    else:
-        scores = [layer.scores for layer in layers]
-        made: Any = {name: getattr(settings, name) for name in ("map", "sketch_dtype", "residual_bits")}
-        planned, allocation = plan_layers(bases, scores, mean_rank, settings.method, **made)
-        retained = [mean_retained(own, plan.ranks) for own, plan in zip(scores, planned, strict=True)]
-    save_plans(planned, files)
-    names = list(map(str, files))
-    tokens = max(math.prod(layer.traces.calib.v.shape[:2]) for layer in layers)  # of the same text
-    kept = dict(zip(names, retained, strict=True))
-    summary = AllocationSummary(mean_rank, allocation.method, allocation.gap, kept, tokens)
-    facts, totals = _show(output, "Plans", "plan", dict(zip(names, planned, strict=True)), summary)
+                layer = calibrate(recorded, settings.window, most)
+                joint = layer.joint(bits, form, settings.method) if bits and settings.method != "uniform" else None
+            layers[file] = LayerCalibration(StoredBasis.of(layer.basis), layer.scores, joint)
+            tokens = max(tokens, math.prod(recorded.calib.v.shape[:2]))  # of the same text
+    plans, summary = make_plans(Calibration(layers, tokens=tokens), mean_rank, reduction, rank_max=None, **made)
+    save_plans(list(plans.values()), files)
+    facts, totals = _show(output, "Plans", "plan", plans, summary)
     output.finish({"plans": [{"plan": name} | own for name, own in facts.items()]} | totals)
 
 
