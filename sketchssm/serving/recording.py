@@ -317,16 +317,17 @@ class Recording:
             f"bases of {self._fitted} tokens ({self._tokens} asked), scores of {scored} ({self._tokens // SCORED}), "
             f"{self._skipped} chunks skipped"
         )
-        if self._world > 1:
-            own.save(self._part(self._rank))
-            parts = [self._part(rank) for rank in range(self._world)]
-            if not all(part.exists() for part in parts):
-                self._finish(f"wrote {self._part(self._rank)}: {told}; the last process puts the parts together")
+        parts = [self._part(rank) for rank in range(self._world)] if self._world > 1 else []
+        if parts:
+            own.save(parts[self._rank])
+            try:
+                own = join_shards([Calibration.load(part) for part in parts])
+            except FileNotFoundError:  # not yet there, or another process has joined them
+                self._finish(f"wrote {parts[self._rank]}: {told}; the last process puts the parts together")
                 return
-            own = join_shards([Calibration.load(part) for part in parts])
-            for part in parts:
-                part.unlink(missing_ok=True)
         own.save(self._path)
+        for part in parts:
+            part.unlink(missing_ok=True)
         self._trigger.unlink(missing_ok=True)
         self._finish(f"wrote {self._path}: {told}")
 
