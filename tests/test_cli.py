@@ -193,9 +193,7 @@ def test_demo(tmp_path):
     file = tmp_path / "demo.json"
     result = invoke("demo", "--backend", "reference", "--ranks", "4,8", "--json", file)
     assert "Ablations" in result.output
-    assert "us/token" not in result.output
     report = json.loads(file.read_text())
-    assert report["times"] == []
     assert [layer["kind"] for layer in report["layers"]] == list(SHIPPED)
     for layer in report["layers"]:
         systems = {system["setting"]: system for system in layer["systems"]}

@@ -48,7 +48,6 @@ bench --shape qwen3-next --residual-bits 2 | --residual-bits: has no effect with
 bench --shape qwen3-next --batch 1 --raw-gate | --raw-gate: has no effect without a decay per channel
 bench --shape nemotron-3-super --batch 1 --rank 65 | mean_ranks: expected at most 64 for nemotron-3-super, got 65
 bench --shape nemotron-3-super --rank-max 4 | rank_max: expected 5 (the mean rank) to 64 for nemotron-3-super, got 4
-demo --backend reference --rows 4 | --rows: has no effect
 evaluate good.npz --systems exact,ghosts | got 'ghosts'; there are exact (standard
 evaluate good.npz --systems replay | got 'replay'; did you mean exact/replay?
 evaluate good.npz --systems sketch/ridge-3 --ranks 2 | got 'sketch/ridge-3'; there are sketch (ridge-2, low

@@ -1,8 +1,8 @@
-"""The tables of an evaluation, for the terminal and for the report."""
+"""The tables of an evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from sketchssm.study.evaluate.evaluation import LayerResults
 from sketchssm.study.evaluate.measure import Measurement
@@ -35,26 +35,19 @@ def systems(layers: Sequence[LayerResults]) -> Table:
     return Table("Systems: output error @ traffic reduction", ["system", *(x.name for x in layers)], rows, note)
 
 
-def details(layers: Sequence[LayerResults], times: Mapping[tuple[str, str], float] | None = None) -> Table:
-    """One row per layer and system; with microseconds per token by layer and system, also times."""
+def details(layers: Sequence[LayerResults]) -> Table:
+    """One row per layer and system."""
 
     def row(pair: tuple[str, Measurement]) -> list[str]:
         layer, s = pair
         errors = map(scientific, (s.output_error, s.flush_error, s.state_error))
-        cells = [layer, s.name, f"{s.reduction:.2f}x", *errors, percent(s.retained)]
-        if times is None:
-            return cells
-        own, standard = times.get((layer, s.name)), times.get((layer, "exact/standard"))
-        return [*cells, *(("-", "-") if own is None or standard is None else (f"{own:.2f}", f"{standard / own:.2f}x"))]
+        return [layer, s.name, f"{s.reduction:.2f}x", *errors, percent(s.retained)]
 
     columns = ["layer", "system", "less traffic", "output error", "at flush", "state error", "retained"]
     note = (
         f"{ERRORS}. at flush: the largest error of the token of a flush. retained: share of the energy of the "
         "state reads of all heads."
     )
-    if times is not None:
-        columns += ["us/token", "speed"]
-        note += " us/token: time of a step over its rows, amortised over a window."
     pairs = [(layer.name, s) for layer in layers for s in layer.systems]
     return Table("Systems", columns, ruled(pairs, lambda pair: (pair[0], pair[1].family), row), note, 2)
 
