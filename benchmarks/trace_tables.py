@@ -3,8 +3,7 @@
     python benchmarks/trace_tables.py benchmarks/results/evaluate-traces.json
 
 The first table compares sketches of the map in use at 9x to 11x less traffic with the best quantised, pruned or
-key-reduced state at 4x or more. The others: each read-only variant against the best sketches that move no more bytes
-(in bfloat16 and in int8), ablations against the full method, and the growth of errors over tokens.
+key-reduced state at 4x or more. The others: ablations against the full method, and the growth of errors over tokens.
 """
 
 import argparse
@@ -16,8 +15,6 @@ LEAST = 4.0
 RIVALS = ("quantised", "pruned", "key-reduced")
 SAME = 1 - 1e-6
 """Traffic reductions in this ratio are equal up to rounding."""
-CLOSE = 0.995
-"""Traffic reductions in this ratio count as equal: ranks are whole numbers."""
 
 
 def families(layer, *names):
@@ -57,19 +54,6 @@ def headline(layers):
             ]  # fmt: skip
 
 
-def copies(layers):
-    """Per read-only variant, the best sketches of each form with no more traffic, over that variant's error."""
-    for layer in layers:
-        forms = sketches(layer), families(layer, "narrow")
-        for name, copy in families(layer, "read-only").items():
-            row = [layer["name"], f"{name} {copy['reduction']:.1f}x"]
-            for own in forms:
-                enough = {n: s for n, s in own.items() if s["reduction"] >= CLOSE * copy["reduction"]}
-                sketch, found = best(enough)
-                row.append(f"{sketch} {found['output_error'] / copy['output_error']:.2f}" if found else "-")
-            yield row
-
-
 def ablations(layers):
     """Smallest and largest output error of each ablation over the full method's, over all layers."""
     ratios = {}
@@ -95,7 +79,6 @@ def growths(layers):
 TABLES = {
     headline: ("layer", "sketch, worst to best in the band", "best compressed state", "its error / sketch's",
                "longest half-life"),
-    copies: ("layer", "read-only variant", "sketch, its error over the variant's", "in int8"),
     ablations: ("ablation", "output error over the full method's"),
     growths: ("layer", "family", "error of", "last quarter over first"),
 }  # fmt: skip

@@ -28,9 +28,7 @@ def tables():
     return script("trace_tables")
 
 
-@pytest.mark.parametrize(
-    ("report", "layers"), [("evaluate-traces", 6), ("evaluate-traces-w32", 9), ("evaluate-slice", 3)]
-)
+@pytest.mark.parametrize(("report", "layers"), [("evaluate-traces", 6), ("evaluate-traces-w32", 9)])
 def test_documented_rows(tables, report, layers):
     page = (ROOT / "docs" / "evaluation.md").read_text()
     rows = list(tables.headline(json.loads((RESULTS / f"{report}.json").read_text())["layers"]))
@@ -46,16 +44,6 @@ def system(reduction, error, **curves):
 def layer_of(**systems):
     names = {name.replace("__", "/").replace("_", "-"): s for name, s in systems.items()}
     return {"name": "layer", "map": "ridge", "half_life": [5.0, None], "systems": names}
-
-
-def test_copies_meet_the_best_sketch_of_no_more_bytes(tables):
-    layer = layer_of(
-        sketch__ridge_8=system(10, 0.02), sketch__ridge_16=system(7.99, 0.01), sketch__ridge_24=system(6, 0.001),
-        narrow__int8_16=system(9, 0.008), read_only__copy=system(8, 0.04),
-    )  # fmt: skip
-    assert list(tables.copies([layer])) == [
-        ["layer", "read-only/copy 8.0x", "sketch/ridge-16 0.25", "narrow/int8-16 0.20"]
-    ]
 
 
 def test_ablations_and_growth(tables):
