@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from safetensors import safe_open
 
 from sketchssm.arrays.gates import GateInput
@@ -133,6 +134,12 @@ def one_block(parts, num_slots, block=None):
             rows, (num_slots, *part.shape), (block.strides[0], *np.empty(part.shape, rows.dtype).strides)
         )
     return block, memory
+
+
+def refused(start, call, /, *given, **named):
+    """Assert that a call is refused, by an error whose message starts with the argument's name."""
+    with pytest.raises((TypeError, ValueError), match=f"^{start}"):
+        call(*given, **named)
 
 
 def relative(got, want):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from samples import parts_of, tokens_of
+from samples import parts_of, refused, tokens_of
 
 import sketchssm as ss
 from sketchssm.calibrate.calibration import FORMAT, LayerCalibration, StoredBasis, make_plans
@@ -88,28 +88,20 @@ def test_a_file_gives_the_same_plans(calibration, tmp_path):
 
 def test_without_a_model(calibration, made):
     own = ss.Calibration(calibration.layers)
-    with pytest.raises(ValueError, match=r"^calibration: expected one of a model"):
-        own.plans()
+    refused("calibration: expected one of a model", own.plans)
     how = {"map": None, "sketch_dtype": None, "residual_bits": 0, "method": None, "rank_max": None}
     same(make_plans(own, 3, None, **how)[0], calibration.plans(3))
 
 
 def test_refusals(calibration, made, tmp_path):
-    with pytest.raises(ValueError, match=r"^layers: expected at least one"):
-        ss.Calibration({})
-    with pytest.raises(ValueError, match=r"^layers: expected layers.0, layers.2 of the fingerprint"):
-        ss.Calibration({"layers.0": calibration.layers["layers.0"]}, MODEL)
+    refused("layers: expected at least one", ss.Calibration, {})
+    refused("layers: expected layers.0, layers.2", ss.Calibration, {"layers.0": calibration.layers["layers.0"]}, MODEL)
     bare = {name: LayerCalibration(own.basis, own.ranks) for name, own in calibration.layers.items()}
-    with pytest.raises(ValueError, match=r"^calibration: expected scores of residuals, or a mean_rank without"):
-        ss.Calibration(bare, MODEL).plans(reduction=3)
-    with pytest.raises(ValueError, match=r"^sketch_dtype: expected 'int8' of the joint scores, got 'float32'"):
-        calibration.plans(reduction=3, sketch_dtype="float32")
-    with pytest.raises(ValueError, match=r"^rank_max: expected at most the largest scored rank, 8, got 9"):
-        calibration.plans(reduction=3, rank_max=9)
-    with pytest.raises(ValueError, match=r"^mean_rank: expected none beside a reduction, got 2"):
-        calibration.plans(2, 3)
-    with pytest.raises(ValueError, match=r"^method: expected one of gradient, .* got 'sensitivity'"):
-        calibration.plans(reduction=3, method="sensitivity")
+    refused("calibration: expected scores of residuals, or a", ss.Calibration(bare, MODEL).plans, reduction=3)
+    refused("sketch_dtype: expected 'int8' of the joint", calibration.plans, reduction=3, sketch_dtype="float32")
+    refused("rank_max: expected at most the largest scored rank, 8, got 9", calibration.plans, reduction=3, rank_max=9)
+    refused("mean_rank: expected none beside a reduction, got 2", calibration.plans, 2, 3)
+    refused("method: expected one of gradient, .* got", calibration.plans, reduction=3, method="sensitivity")
     path = tmp_path / "c.safetensors"
     calibration.save(path)
     fields, tensors = parts_of(path)

@@ -9,7 +9,7 @@ import weakref
 
 import numpy as np
 import pytest
-from samples import LAYERS, tokens_of
+from samples import LAYERS, refused, tokens_of
 
 import sketchssm as ss
 from sketchssm.heads.call_lock import CallLock
@@ -33,8 +33,7 @@ def test_an_argument_that_calls_the_head(backend, layer, rng):
     head = ss.ReplayHead(layer, 2, backend, window=4)
     q, *others = tokens_of(rng, layer, 2, 1)
     for call in (lambda: head.position, head.reset, lambda: head.step(q, *others), lambda: head.state):
-        with pytest.raises(TypeError, match=r"^q: expected an array, got .*Calling \(the head is within a call"):
-            head.step(Calling(q, call), *others)
+        refused(r"q: expected an array, got .*Calling \(the head is within a", head.step, Calling(q, call), *others)
     np.testing.assert_array_equal(head.position, 0)
     head.step(q, *others)
     np.testing.assert_array_equal(head.position, 1)

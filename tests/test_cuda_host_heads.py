@@ -8,7 +8,7 @@ import pytest
 from gpu.cuda_support import EXACT, STORED, error
 from host import fixtures, standin
 from host.heads import BFLOAT16, LAYER, OnDevice, head_with, narrow, sketch, tokens_of
-from samples import at
+from samples import at, refused
 
 import sketchssm as ss
 from sketchssm.cuda import frameworks, workspaces
@@ -72,8 +72,7 @@ class TestHosts:
         ):
             with pytest.raises(kind, match=r"^" + re.escape(message)):
                 head.step(**(tokens._asdict() | change))
-        with pytest.raises(ValueError, match=r"^state: expected finite numbers"):
-            head.load_state(np.full((1, *LAYER.state_shape), np.nan))
+        refused("state: expected finite numbers", head.load_state, np.full((1, *LAYER.state_shape), np.nan))
         assert not head.position.any()
         assert not head.state.any()
         head.step(*tokens._replace(g=nothing), slots=[0, -1, 1])  # values of a padding row are not checked
@@ -164,16 +163,14 @@ class TestDevice:
         ):
             with pytest.raises(kind, match=r"^" + re.escape(message)):
                 head.step(**(tokens._asdict() | change))
-        with pytest.raises(ValueError, match=r"^slots: expected shape \(count,\), got \(1, 1\)"):
-            head.flush(standin.zeros((1, 1), np.int64))
+        refused(r"slots: expected shape \(count,\), got \(1, 1\)", head.flush, standin.zeros((1, 1), np.int64))
         assert not head.position.any()
 
     def test_another_device(self, rng, monkeypatch):
         head = sketch()
         tokens = narrow(tokens_of(rng, length=2), standin.asarray)
         monkeypatch.setattr(standin.ndarray, "device", SimpleNamespace(id=1))
-        with pytest.raises(ValueError, match=r"^q: expected .* CUDA device 0, the head's device, got one on 1"):
-            head.step(*tokens, slots=[0, 1, 2])
+        refused("q: expected .* CUDA device 0, the head's device, got one on 1", head.step, *tokens, slots=[0, 1, 2])
 
 
 class TestTorchOnDevice:

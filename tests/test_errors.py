@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger import Ledger
-from samples import LAYERS, one_block, plan_of, states_of, tokens_of
+from samples import LAYERS, one_block, plan_of, refused, states_of, tokens_of
 
 import sketchssm as ss
 from sketchssm.layer.recurrence import FULL_STATE
@@ -141,16 +141,12 @@ def test_nan_stays_in_its_slot_until_the_next_request(backend, layer, rng):
 def test_refusals(layer):
     plan = ledger_of(layer, "reference").plan
     for monitor in (-1, 1.5, True, None):
-        with pytest.raises(ValueError, match=r"monitor: expected an integer from 0 to"):
-            ss.SketchHead(plan, 1, "reference", monitor=monitor)
-    with pytest.raises(ValueError, match=r"monitor: expected a head with monitor=1 or more, got monitor=0"):
-        ss.SketchHead(plan, 1, "reference").errors()
+        refused("monitor: expected an integer from 0 to", ss.SketchHead, plan, 1, "reference", monitor=monitor)
+    refused("monitor: expected a head with monitor=1 or more, got", ss.SketchHead(plan, 1, "reference").errors)
     head = ss.SketchHead(plan, 2, "reference", monitor=1)
     assert np.isnan(head.errors().relative)
-    with pytest.raises(ValueError, match=r"slots: expected 0 to 1, got -1 \(padding\)"):
-        head.errors([-1])
-    with pytest.raises(ValueError, match=r"reset: expected"):
-        head.errors(reset=1)
+    refused(r"slots: expected 0 to 1, got -1 \(padding\)", head.errors, [-1])
+    refused("reset: expected", head.errors, reset=1)
     other = ss.SketchHead(plan, 2, "reference")
     with pytest.raises(
         ValueError,

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from samples import refused
 from test_traces import trace_entries, write_traces
 
 from sketchssm.calibrate.plans import Settings
@@ -83,8 +84,7 @@ def test_windows_need_calibration(tmp_path):
     traces = Traces.load(tmp_path / "short.npz")
     names = names_of(Study(traces, Settings(WINDOW), mean_rank=3))
     assert {name for name in names if "window" in name} == {f"ablation/window-{w}" for w in (4, 8)}
-    with pytest.raises(ValueError, match=r"short: expected .* at least two windows \(32 tokens\), got 40 and 20"):
-        Study(traces, Settings(16), mean_rank=3)
+    refused(r"short: expected .* at least two windows \(32 tokens\), got 40", Study, traces, Settings(16), mean_rank=3)
 
 
 def test_without_gradients_there_is_less_to_ablate(tmp_path):
@@ -244,8 +244,7 @@ def test_plans_join_in(tmp_path):
     plan = SketchPlan(study.calibrated().basis, np.full(4, 2), WINDOW)
     joined = study_of(tmp_path, plan=plan)
     assert names_of(joined) == [*names_of(study), "plan/given"]
-    with pytest.raises(ValueError, match="plan: expected one for"):
-        study_of(tmp_path, "kda", name="b", plan=plan)
+    refused("plan: expected one for", study_of, tmp_path, "kda", name="b", plan=plan)
 
 
 def test_ablations_beside_residuals(study):
@@ -254,5 +253,4 @@ def test_ablations_beside_residuals(study):
     beside = Study(study.traces, settings, ranks=(1, 3), mean_rank=3)
     names = names_of(beside)
     assert "ablation/allocation-gradient" in names
-    with pytest.raises(ValueError, match=r"^map: expected 'subspace' with residuals"):
-        beside.calibrated().plan(3, "ridge", sketch_dtype="int8", residual_bits=2)
+    refused("map: expected 'subspace'", beside.calibrated().plan, 3, "ridge", sketch_dtype="int8", residual_bits=2)

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from samples import tokens_of
+from samples import refused, tokens_of
 
 import sketchssm as ss
 from sketchssm.calibrate.windows import host_tokens
@@ -197,8 +197,7 @@ def test_without_gradients_errors_count():
     assert allocation.method == "joint-error"
     values = sum(x[:, 0, 0].sum() / x[:, 0, 0].sum() for x in (blind.error, blind.isotropic))
     assert allocation.objective < values
-    with pytest.raises(ValueError, match=r"^answers: expected scores with gradients"):
-        ss.allocate_joint(scored(tokens=tokens, grad=grad, basis=basis), 1.5, blind)
+    refused("answers: expected scores", ss.allocate_joint, scored(tokens=tokens, grad=grad, basis=basis), 1.5, blind)
 
 
 def test_weights_count_squared_errors():
@@ -242,32 +241,25 @@ def test_refusals():
     # rank 1 with 1 bit: 2048 bytes of codes, 512 of scales, 260 of a column and a row, 32 of erase vectors
     most = 32 * 65536 / (15 * (2048 + 512 + 260 + 32) + 2 * 65536)
     assert (ss.allocate_joint(filled(np.ones((2, 2, 2))), most).ranks == 1).all()
-    with pytest.raises(ValueError, match=rf"^reduction: expected at most {most:.4g}, .* got 12.2"):
-        ss.allocate_joint(filled(np.ones((2, 2, 2))), 12.2)
+    refused(f"reduction: expected at most {most:.4g}, .* got", ss.allocate_joint, filled(np.ones((2, 2, 2))), 12.2)
     for wrong in (0, np.nan, "4", True):
-        with pytest.raises(ValueError, match=r"^reduction: expected a finite number above 0"):
-            ss.allocate_joint(scores, wrong)
+        refused("reduction: expected a finite number above 0", ss.allocate_joint, scores, wrong)
     with pytest.raises(ValueError, match="at least one layer"):
         ss.allocate_joint([], 2)
     with pytest.raises(ValueError, match=r"samples of at least one head .* layer 1"):
         ss.allocate_joint([scores, ss.JointScores(SketchBasis.random(SMALL, 6), 8, ranks=(1, 4), bits=(1, 3))], 2)
-    with pytest.raises(ValueError, match=r"^scores: expected gradients, got only zeros for layer 0"):
-        ss.allocate_joint(scored(tokens=tokens, grad=0 * grad), 1.5)
-    with pytest.raises(ValueError, match=r"^answers: expected the layers, ranks, bits"):
-        ss.allocate_joint(scores, 1.5, scored(bits=(1, 2)))
-    with pytest.raises(ValueError, match=r"^scores: expected ranks \(1, 4\), bits \(1, 3\).* got ranks \(1, 2\)"):
-        ss.allocate_joint([scores, scored(ranks=(1, 2))], 1.5)
+    refused("scores: expected gradients, got only zeros", ss.allocate_joint, scored(tokens=tokens, grad=0 * grad), 1.5)
+    refused("answers: expected the layers, ranks, bits", ss.allocate_joint, scores, 1.5, scored(bits=(1, 2)))
+    refused(r"scores: expected ranks \(1, 4\), bits \(1,", ss.allocate_joint, [scores, scored(ranks=(1, 2))], 1.5)
     with pytest.raises(ValueError, match=r"^scores: expected finite sums"):
         broken = scored()
         broken.isotropic[0, 0, 0] = np.nan
         ss.allocate_joint(broken, 1.5)
     with pytest.raises(ValueError, match=r"^grad, weight: expected the same one, or neither"):
         scores.update(*tokens)
-    with pytest.raises(ValueError, match=r"^grad: expected shape"):
-        scores.update(*tokens, grad=grad[..., :1])
+    refused("grad: expected shape", scores.update, *tokens, grad=grad[..., :1])
     with pytest.raises(ValueError, match="expected the same bits to add"):
         scores + scored(bits=(1, 2))
     with pytest.raises(ValueError, match="expected the same basis to add"):
         scores + scored(basis=SketchBasis.random(SMALL, 6, 1))
-    with pytest.raises(TypeError, match=r"^scores: expected"):
-        ss.allocate_joint(SketchBasis.random(SMALL, 6), 2)
+    refused("scores: expected", ss.allocate_joint, SketchBasis.random(SMALL, 6), 2)

@@ -5,6 +5,7 @@ import warnings
 
 import numpy as np
 import pytest
+from samples import refused
 from tiny_models import make, prompt, qwen, st, torch, transformers
 
 import sketchssm as ss
@@ -104,10 +105,7 @@ def test_models_without_a_backward_pass(qwen, fails, tmp_path):
     kept.save(tmp_path / "kept.safetensors")
     loaded = ss.Calibration.load(tmp_path / "kept.safetensors")
     assert loaded.plans(reduction=1.7).allocation.method == "joint-perturbation"
-    with pytest.raises(
-        ValueError, match=r"^method: expected 'perturbation' of the joint scores or 'error', got 'grad"
-    ):
-        loaded.plans(reduction=1.7, method="gradient")
+    refused("method: expected 'perturbation' of the joint scores or", loaded.plans, reduction=1.7, method="gradient")
 
 
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt")

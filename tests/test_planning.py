@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import refused
 from test_cli import invoke
 from test_traces import write_traces
 
@@ -154,8 +155,7 @@ def test_target_seconds(layers, search):
     ],
 )
 def test_refusals(layers, settings, message):
-    with pytest.raises(ValueError, match="layers: expected at least one, got none"):
-        autoplan([], **(SETTINGS | {"error": 0.1}))
+    refused("layers: expected at least one, got none", autoplan, [], **SETTINGS | {"error": 0.1})
     with pytest.raises(ValueError, match=message):
         autoplan(layers, **(SETTINGS | {"candidates": TRIED[:1]} | settings))
 
@@ -164,17 +164,13 @@ def test_candidates():
     listed = candidates()
     assert len(set(listed)) == len(listed)
     assert {(c.sketch_dtype, c.window) for c in listed} == {(f, w) for f in ("bfloat16", "int8") for w in (16, 32)}
-    with pytest.raises(ValueError, match=r"^maps: expected at least one, got none"):
-        candidates(maps=())
+    refused("maps: expected at least one, got none", candidates, maps=())
     assert {c.residual_bits for c in listed if c.map.name == "subspace"} == {(1, 2, 3)}
     assert not any(c.residual_bits for c in listed if c.map.name != "subspace")
     assert str(JOINT) == "subspace, int8, window 8, residuals of 1/3 bits"
-    with pytest.raises(ValueError, match="sketch_dtype: expected one of"):
-        candidates(sketch_dtypes=("int7",))
-    with pytest.raises(ValueError, match="residual_bits: expected numbers from 1 to 3, got 0"):
-        Candidate("subspace", residual_bits=(0, 1))
-    with pytest.raises(ValueError, match="map: expected 'subspace' with residuals, got 'ridge'"):
-        Candidate("ridge", residual_bits=(2,))
+    refused("sketch_dtype: expected one of", candidates, sketch_dtypes=("int7",))
+    refused("residual_bits: expected numbers from 1 to 3, got 0", Candidate, "subspace", residual_bits=(0, 1))
+    refused("map: expected 'subspace' with residuals, got 'ridge'", Candidate, "ridge", residual_bits=(2,))
 
 
 def test_step_times_of_other_bits(search, monkeypatch):
@@ -195,8 +191,7 @@ def test_step_times(search):
     assert times(plans) == taken  # each plan is timed once
     assert times([*plans, *plans]) == pytest.approx(2 * taken)  # a sum of the same numbers
     assert times.standard(plans) > 0
-    with pytest.raises(ValueError, match="backend: expected one of cpu, cuda, got"):
-        StepTimes("reference", 2)
+    refused("backend: expected one of cpu, cuda, got", StepTimes, "reference", 2)
 
 
 def test_command(tmp_path):

@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 import pytest
-from samples import LAYERS, at, gate_of, raw_of, tokens_of
+from samples import LAYERS, at, gate_of, raw_of, refused, tokens_of
 
 torch = pytest.importorskip("torch")
 
@@ -234,10 +234,7 @@ def test_a_recording_goes_on_when_its_file_is_touched(rng, tmp_path, monkeypatch
 
 def test_a_file_that_can_not_be_written(tmp_path):
     for path in (tmp_path, tmp_path / "none" / "x"):
-        with pytest.raises(
-            ValueError, match=r"^plans: expected 'record:FILE', a file in a folder that can be written"
-        ):
-            recorder(path)
+        refused("plans: expected 'record:FILE', a file in a folder that can be written", recorder, path)
 
 
 @pytest.mark.parametrize("bound", (None, -5.0))

@@ -1,7 +1,7 @@
 """Recall of models of transformers: states of the text, from which heads go on, against whole passes."""
 
 import pytest
-from samples import self_answered
+from samples import refused, self_answered
 from test_transformers_evaluation import random_plans
 from tiny_models import SETTINGS, call, forward, make, qwen, st, torch
 
@@ -83,11 +83,8 @@ def test_training_mode_returns(qwen):
 def test_bad_arguments(qwen):
     prompts = asked(qwen, 2)
     for decoded in (-1, 61, True, 2.0):
-        with pytest.raises(ValueError, match=f"decoded: expected 0 to 60 tokens of the text, got {decoded}"):
-            st.recall(qwen, prompts, "standard", decoded=decoded)
+        refused("decoded: expected 0 to 60 tokens of the", st.recall, qwen, prompts, "standard", decoded=decoded)
     for given in ({"decoded": 2}, {"wiped": True}, {"window": 4}, {"state_dtype": "bfloat16"}):
-        with pytest.raises(ValueError, match="plans: expected heads for decoded, wiped, window and keywords of heads"):
-            st.recall(qwen, prompts, **given)
+        refused("plans: expected heads for decoded, wiped, window and keywords of", st.recall, qwen, prompts, **given)
     prompts.ids[1, 3] = 64
-    with pytest.raises(ValueError, match="prompts: expected token ids from 0 to 63, got 64"):
-        st.recall(qwen, prompts)
+    refused("prompts: expected token ids from 0 to 63, got 64", st.recall, qwen, prompts)

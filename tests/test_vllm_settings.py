@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from samples import LAYERS, plan_of, tokens_of
+from samples import LAYERS, plan_of, refused, tokens_of
 
 torch = pytest.importorskip("torch")
 
@@ -13,7 +13,7 @@ import sketchssm as ss  # noqa: E402
 from sketchssm.calibrate.calibration import LayerCalibration, StoredBasis  # noqa: E402
 from sketchssm.plans.model_plans import LayerFingerprint, ModelFingerprint  # noqa: E402
 from sketchssm.serving import plans  # noqa: E402
-from sketchssm.serving.batches import RowBuffers, moved_rows  # noqa: E402
+from sketchssm.serving.batches import RowBuffers, moved_rows, split_rows  # noqa: E402
 from sketchssm.serving.blocks import BlockLayout  # noqa: E402
 from sketchssm.serving.decoder import Recipe  # noqa: E402
 from sketchssm.study import bench  # noqa: E402
@@ -74,8 +74,7 @@ def test_wrong_settings(given, kind, words):
 
 
 def test_wrong_json():
-    with pytest.raises(ValueError, match=r"^SKETCHSSM_VLLM: expected .* or JSON, got '\{plans: replay\}': Expecting"):
-        Settings.find({"SKETCHSSM_VLLM": "{plans: replay}"}, None)
+    refused("SKETCHSSM_VLLM: expected .* or JSON, got", Settings.find, {"SKETCHSSM_VLLM": "{plans: replay}"}, None)
 
 
 @pytest.mark.parametrize(
@@ -142,8 +141,7 @@ def test_plans_of_a_calibration(rng, tmp_path):
     ):
         plans.load_plans(str(tmp_path / "none"), reduction=8)
     made.plans(2).save(path)
-    with pytest.raises(ValueError, match=r"^mean_rank: expected none, as .* holds no calibration, got 2"):
-        plans.load_plans(path, mean_rank=2)
+    refused("mean_rank: expected none, as .* holds no calibration, got 2", plans.load_plans, path, mean_rank=2)
 
 
 def test_shares_of_a_plan(rng):
@@ -154,11 +152,40 @@ def test_shares_of_a_plan(rng):
         plans.sharded(plan, plan.layer, "model.layers.0", 2)
 
 
+def test_rows_without_drafts():
+    split = split_rows(np.array([1, 1, 1, 5, 1]), np.array([4, 0, 9, 3, 0]))
+    assert (split.decodes, split.decode_tokens, split.prefills, split.continued.tolist()) == (3, 3, 2, [3])
+    assert split.fresh.tolist() == [1]
+    assert split.whole.size == 0
+    assert not split_rows(np.array([1, 5]), np.array([4, 0])).continued.size
+    assert split_rows(np.array([1, 1, 0]), np.array([4, 2, 0])).decodes == 3
+
+
 def test_rows_that_move():
     """In blocks of 4 tokens: a new request, one within its block, one that begins another, prefills of more blocks."""
     lengths, computed = np.array([1, 1, 1, 5, 9, 0]), np.array([0, 3, 4, 3, 12, 8])
     rows, places = moved_rows(lengths, computed, 4)
     assert (rows.tolist(), places.tolist()) == ([2, 3, 4], [0, 0, 2])
+
+
+def test_rows_with_drafts():
+    lengths, computed = np.array([3, 1, 2, 2, 4]), np.array([8, 9, 7, 5, 0])
+    prefilling, drafted = np.array([0, 0, 0, 1, 1], bool), np.array([2, -1, 1, -1, -1])
+    split = split_rows(lengths, computed, prefilling, 3, drafted)
+    assert (split.decodes, split.decode_tokens, split.prefills, split.continued.tolist()) == (3, 6, 2, [3])
+    assert split.whole.size == 0
+    # one token of a prompt, which vLLM will not sample after
+    assert split_rows(np.array([1]), np.array([3]), np.array([True]), 3).prefills == 1
+    # known tokens, as after a preemption: vLLM places them among the rows that decode
+    known = split_rows(np.array([3, 2]), np.array([9, 9]), np.array([False, False]), 3, np.array([-1, 1]))
+    assert (known.decodes, known.whole.tolist()) == (2, [0])
+
+
+def test_rows_of_a_graph_of_drafts():
+    """vLLM replays a graph for any batch of rows of 1 + drafts tokens: heads must decode all of them."""
+    split = split_rows(np.array([4, 4, 0]), np.array([8, 8, 0]), np.array([0, 1, 0], bool), 3, np.array([3, -1, -1]))
+    assert (split.decodes, split.prefills) == (3, 0)
+    assert split.whole.tolist() == [1]
 
 
 def test_buffers_stay_where_they_are():
