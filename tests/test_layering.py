@@ -18,7 +18,6 @@ KNOW_FRAMEWORKS = {
     for name in (
         "arrays.interop",
         "cuda.frameworks",
-        "study.bench.peers",
         "study.bench.authors_process",
         "calibrate.distributed",
         "torch",
