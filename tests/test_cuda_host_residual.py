@@ -99,7 +99,7 @@ def test_what_is_stored_and_that_reads_are_products_with_it(kind, form):
             # The singular values of these states span six decades: rows of S S^T Omega are almost parallel, and their
             # Gram matrix in float32 leaves up to 0.06 of their products; a row may count as dependent.
             gram = b @ b.T
-            assert np.linalg.norm(gram - np.diag(np.diag(gram).round())) < 0.1
+            assert abs(gram - np.diag(np.diag(gram).round())).max() < 0.08
             left = [np.linalg.norm(s - s @ x.T @ x) for x in (b, maps.subspace(s.T, omega).T)]
             assert left[0] < 1.2 * left[1]
             # U in two slices, and as rounded: int8 by 1/254 of the largest, bf16 by 2^-9
