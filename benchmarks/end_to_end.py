@@ -190,7 +190,10 @@ def one(args):
         if args.system == "sketch":
             from sketchssm.study import bench
 
-            plans = vllm_models.write_plans(name, args.work, bench.MEAN_RANKS[name], args.map)
+            mean_rank = args.mean_rank or bench.MEAN_RANKS[name]
+            plans = vllm_models.write_plans(
+                name, args.work, mean_rank, args.map, args.sketch_dtype, args.residual_bits
+            )
         os.environ["SKETCHSSM_VLLM"] = plans
         plugins["sketchssm"] = "sketchssm.vllm:register"
     if args.processes or settings["tensor_parallel_size"] > 1:  # processes of vLLM load their plugins themselves
@@ -362,7 +365,10 @@ def main():
     parser.add_argument("--prompt", type=int, default=16, help="tokens of the prompts of the part decode")
     parser.add_argument("--decode", type=int, default=192, help="output tokens of a request of the part decode")
     parser.add_argument("--profile", type=int, default=32, help="decode steps to profile")
-    parser.add_argument("--map", default="lowrank", help="coefficient map of the random plans")
+    parser.add_argument("--map", default="ridge", help="coefficient map of the random plans")
+    parser.add_argument("--mean-rank", type=int, help="of the random plans; by default that of the benchmarks")
+    parser.add_argument("--sketch-dtype", default="bfloat16", help="format of the random plans' sketches")
+    parser.add_argument("--residual-bits", type=int, default=0, help="of the random plans, with --map subspace")
     parser.add_argument(
         "--graphs", default="default", choices=("default", "decode", "none"),
         help="vLLM's default; graphs of decode steps without compilation; neither",

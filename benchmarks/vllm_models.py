@@ -77,12 +77,13 @@ def write_model(name, folder):
     return str(place)
 
 
-def write_plans(name, folder, mean_rank, map):
+def write_plans(name, folder, mean_rank, map, sketch_dtype="bfloat16", residual_bits=0):
     """Write a random plan for each layer, with the mean rank and the spread of ranks of the benchmarks."""
-    place = Path(folder) / f"{name}-{map}-{mean_rank}"
+    place = Path(folder) / f"{name}-{map}-{mean_rank}-{sketch_dtype}-{residual_bits}"
     place.mkdir(parents=True, exist_ok=True)
     layer = bench.SHAPES[name]
-    plan = bench.random_plan(layer, bench.spread_ranks(layer.heads, mean_rank), 16, map)
+    ranks = bench.spread_ranks(layer.heads, mean_rank)
+    plan = bench.random_plan(layer, ranks, 16, map, 0, sketch_dtype, residual_bits)
     for number in range(MODELS[name]()["num_hidden_layers"]):
         plan.save(place / f"layers.{number}.safetensors")
     return str(place)
