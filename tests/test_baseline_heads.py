@@ -15,7 +15,7 @@ from sketchssm.reference.recurrence import run
 
 __all__ = ["TestArrays", "TestRefusals", "TestSeveralTokens", "TestSlots", "TestStates"]
 
-SYSTEMS = {"quantised": ("mamba2", "gdn", "kda"), "pruned": ("mamba2", "kda"), "reduced": ("gdn",), "sliced": ("gdn",)}
+SYSTEMS = {"quantised": ("mamba2", "gdn", "kda"), "pruned": ("mamba2", "kda"), "reduced": ("gdn",)}
 # A few operations of 2^-24 on vectors of at most six entries, for one token.
 FLOAT32 = 1e-6
 
@@ -46,7 +46,7 @@ def head_of(system, layer, slots, backend):
         return ss.PrunedHead(layer, scores.keep(0.5), slots, backend)
     moments = ss.KeyMoments(layer)
     moments.update(*tokens)
-    return ss.KeyReducedHead(moments.reduce(0.4), slots, backend, fold=system == "reduced")
+    return ss.KeyReducedHead(moments.reduce(0.4), slots, backend)
 
 
 @pytest.fixture

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sketchssm.calibrate.sums import added
 from sketchssm.calibrate.windows import host_tokens
-from sketchssm.layer.checks import check_bool
 from sketchssm.layer.recurrence import Layer, check_instance
 from sketchssm.reference.recurrence import Array
 from sketchssm.study.baselines.reduced import ChannelMap, ReducedHead, check_sparsity
@@ -23,18 +22,7 @@ SUPPORT = 1e-7
 squares away."""
 
 
-class StrongQR(NamedTuple):
-    """Columns of a matrix M that a strong rank-revealing QR picks.
-
-    ``kept (n,)`` and ``dropped (K - n,)`` are column numbers, and ``swaps`` is the number of swaps.
-    """
-
-    kept: npt.NDArray[np.int64]
-    dropped: npt.NDArray[np.int64]
-    swaps: int
-
-
-def strong_rrqr(gram: Array, count: int) -> StrongQR:
+def strong_rrqr(gram: Array, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Pick `count` columns of a matrix M by a strong rank-revealing QR (Gu and Eisenstat, 1996, algorithm 4).
 
     The method needs only ``gram = M^T M (K, K)``. With ``M P = Q [[A, B], [0, C]]``, swapping kept column i for
@@ -44,13 +32,12 @@ def strong_rrqr(gram: Array, count: int) -> StrongQR:
     at most 20 swaps; this function does not.
 
     For a matrix whose rank is below `count`, the result is the first columns of the pivoted QR: there is no volume to
-    compare.
+    compare. Returns the numbers of the kept columns, and of the others.
     """
     from scipy.linalg import qr, solve_triangular
 
     root = _root(gram)
     r, order = qr(root, mode="r", pivoting=True)
-    swaps = 0
     while _full_rank(r, count):
         inverse = solve_triangular(r[:count, :count], np.eye(count))
         rest = np.linalg.norm(r[count:, count:], axis=0)
@@ -60,8 +47,7 @@ def strong_rrqr(gram: Array, count: int) -> StrongQR:
         i, j = np.unravel_index(rho.argmax(), rho.shape)
         order[[i, count + j]] = order[[count + j, i]]
         r = qr(root[:, order], mode="r")[0]
-        swaps += 1
-    return StrongQR(order[:count].astype(np.int64), order[count:].astype(np.int64), swaps)
+    return order[:count].astype(np.int64), order[count:].astype(np.int64)
 
 
 def _root(gram: Array) -> Array:
@@ -140,17 +126,6 @@ class KeyMoments:
         grams = {"key_gram": k.swapaxes(-1, -2) @ k, "query_gram": q.swapaxes(-1, -2) @ q}
         self.__dict__.update(added(self, grams | {"tokens": int(np.prod(tokens.v.shape[:2]))}))
 
-    def __add__(self, other: KeyMoments) -> KeyMoments:
-        """Moments of both sets of traces; ValueError unless the layers agree."""
-        if not isinstance(other, KeyMoments):
-            return NotImplemented
-        if self.layer != other.layer:
-            raise ValueError(f"moments: expected the same layer to add, got {self.layer} and {other.layer}")
-        total = KeyMoments(self.layer)
-        for name in ("key_gram", "query_gram", "tokens"):
-            setattr(total, name, getattr(self, name) + getattr(other, name))
-        return total
-
     def reduce(self, sparsity: float) -> KeyReduction:
         """Pick the channels to keep.
 
@@ -174,7 +149,7 @@ class KeyMoments:
         if not self.tokens:
             raise ValueError("moments: expected some tokens, got none; call update first")
         picked = [strong_rrqr(gram, count) for gram in self.key_gram + self.query_gram]
-        kept, dropped = (np.stack([getattr(each, name) for each in picked]) for name in ("kept", "dropped"))
+        kept, dropped = map(np.stack, zip(*picked, strict=True))
         weights = []
         for gram, stay, go in zip(self.key_gram, kept, dropped, strict=True):
             root = _root(gram)
@@ -205,41 +180,35 @@ class KeyReduction:
     dropped: npt.NDArray[np.int64]
     weights: Array
 
-    def channels(self, fold: bool = True) -> ChannelMap:
+    def channels(self) -> ChannelMap:
         """Return the maps of queries, keys and states, see `KeyReducedHead`.
-
-        Parameters
-        ----------
-        fold : bool, default True
-            Whether dropped channels are folded into the kept ones.
 
         Returns
         -------
         ChannelMap
             The maps.
         """
-        key_dim = self.layer.key_dim
-        plain = ChannelMap.selection(self.kept, key_dim, (True, True))
-        if not fold:
-            return plain
+        plain = ChannelMap.selection(self.kept, self.layer.key_dim)
         spread = plain.lift.copy()  # k ~ spread k[kept]
         for rows, dropped, weights in zip(spread, self.dropped, self.weights, strict=True):
             rows[dropped] = weights.T
         factor = np.linalg.cholesky(spread.swapaxes(-1, -2) @ spread)  # lower
         query = np.linalg.solve(factor, spread.swapaxes(-1, -2))
-        return ChannelMap(self.kept, query, factor.swapaxes(-1, -2) @ plain.key, query.swapaxes(-1, -2), (False, True))
+        return ChannelMap(
+            self.kept, query, factor.swapaxes(-1, -2) @ plain.key, query.swapaxes(-1, -2), unit_keys=True
+        )
 
 
 class KeyReducedHead(ReducedHead):
     """The recurrence over the key channels that DRRQR picks.
 
-    The source slices queries and keys, and the layer then normalises the rest (``fold=False``; both keep their
-    lengths). Within a model's weights nothing else is possible, because of the short convolutions before the
-    recurrence. A decode head gets queries and keys after the convolutions and can fold the dropped channels into the
-    kept channels. If ``k = E k[kept]``, with E made of the identity and the weights of the reduction, and
-    ``E^T E = L L^T``, the recurrence with keys ``L^T k[kept]`` and queries ``L^-1 E^T q`` has the outputs of the full
-    recurrence. Folding is exact if the rank of the keys does not exceed the number of kept channels. Other keys keep
-    their lengths, so that no token erases too much. The maps belong to the layer and cost no state traffic.
+    The source slices queries and keys, and the layer then normalises the rest. Within a model's weights nothing else
+    is possible, because of the short convolutions before the recurrence. A decode head gets queries and keys after the
+    convolutions and folds the dropped channels into the kept channels. If ``k = E k[kept]``, with E made of the
+    identity and the weights of the reduction, and ``E^T E = L L^T``, the recurrence with keys ``L^T k[kept]`` and
+    queries ``L^-1 E^T q`` has the outputs of the full recurrence. Folding is exact if the rank of the keys does not
+    exceed the number of kept channels. Other keys keep their lengths, so that no token erases too much. The maps
+    belong to the layer and cost no state traffic.
 
     Parameters
     ----------
@@ -247,12 +216,9 @@ class KeyReducedHead(ReducedHead):
         Channels, from `KeyMoments.reduce`.
     num_slots, backend : int and str
         See `StandardHead`; there is no backend "cuda".
-    fold : bool, default True
-        Whether dropped channels are folded into the kept ones.
     """
 
-    def __init__(self, reduction: KeyReduction, num_slots: int, backend: str = "auto", *, fold: bool = True) -> None:
+    def __init__(self, reduction: KeyReduction, num_slots: int, backend: str = "auto") -> None:
         check_instance("reduction", reduction, KeyReduction)
-        check_bool("fold", fold)
         self.reduction = reduction
-        super().__init__(reduction.layer, reduction.channels(fold), num_slots, backend)
+        super().__init__(reduction.layer, reduction.channels(), num_slots, backend)

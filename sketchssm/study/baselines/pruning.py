@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from sketchssm.calibrate.sums import added
 from sketchssm.calibrate.windows import host_tokens
-from sketchssm.layer.checks import as_array, check_state
+from sketchssm.layer.checks import as_array
 from sketchssm.layer.recurrence import Layer, check_instance
 from sketchssm.reference.recurrence import Array, per_head, step
 from sketchssm.study.baselines.reduced import ChannelMap, ReducedHead, check_sparsity
@@ -54,20 +54,13 @@ class ChannelScores:
         self.energy: Array = np.zeros((layer.key_heads, layer.key_dim))
         self.tokens = 0
 
-    def update(self, q: Any, k: Any, v: Any, g: Any, beta: Any = None, *, state: npt.ArrayLike | None = None) -> Array:
-        """Add the contribution of some tokens.
+    def update(self, q: Any, k: Any, v: Any, g: Any, beta: Any = None) -> None:
+        """Add the contribution of some tokens, of sequences that start from zero states.
 
         Parameters
         ----------
         q, k, v, g, beta : array
             See `DecodeHead.step`, with a tokens axis.
-        state : array_like, (batch, heads, V, K), optional
-            States at the start of the sequences, such as those that the previous call returned; default zeros.
-
-        Returns
-        -------
-        ndarray, (batch, heads, V, K)
-            States after the last token, for the next call.
 
         Raises
         ------
@@ -80,10 +73,6 @@ class ChannelScores:
         inputs = per_head(layer, host_tokens(layer, q, k, v, g, beta))
         batch, length = inputs.v.shape[:2]
         current = np.zeros((batch, layer.heads, layer.key_dim, layer.value_dim))
-        if state is not None:
-            start = as_array("state", state, np.float64)
-            check_state(layer, start, batch)
-            current = start.swapaxes(-1, -2)
         energy = np.zeros((layer.heads, layer.key_dim))
         for t in range(length):
             token = inputs.at(np.s_[:, t])
@@ -91,17 +80,6 @@ class ChannelScores:
             energy += (np.square(current).sum(axis=-1) * np.square(token.q)).sum(axis=0)
         energy = energy.reshape(layer.key_heads, layer.group, layer.key_dim).sum(axis=1)
         self.__dict__.update(added(self, {"energy": energy, "tokens": batch * length}))
-        return np.ascontiguousarray(current.swapaxes(-1, -2))
-
-    def __add__(self, other: ChannelScores) -> ChannelScores:
-        """Scores over both sets of traces; ValueError unless the layers agree."""
-        if not isinstance(other, ChannelScores):
-            return NotImplemented
-        if self.layer != other.layer:
-            raise ValueError(f"scores: expected the same layer to add, got {self.layer} and {other.layer}")
-        total = ChannelScores(self.layer)
-        total.energy, total.tokens = self.energy + other.energy, self.tokens + other.tokens
-        return total
 
     @property
     def scores(self) -> Array:

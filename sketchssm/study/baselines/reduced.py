@@ -27,23 +27,21 @@ class ChannelMap:
 
     `kept (key_heads, n)` has the kept channels in the order of the coordinates; -1 for a coordinate that a key head
     does not use. `query` and `key (key_heads, n, K)` map queries and keys. `lift (key_heads, K, n)` has orthonormal
-    columns (zero for unused coordinates): a reduced state ``(V, n)`` stands for ``state @ lift^T``. `norms` tells
-    whether queries and keys are scaled back to their lengths, as a layer that normalises them would do.
+    columns (zero for unused coordinates): a reduced state ``(V, n)`` stands for ``state @ lift^T``. With `unit_keys`,
+    keys are scaled back to their lengths.
     """
 
     kept: npt.NDArray[np.int64]
     query: Array
     key: Array
     lift: Array
-    norms: tuple[bool, bool] = (False, False)
+    unit_keys: bool = False
 
     @classmethod
-    def selection(
-        cls, kept: npt.NDArray[np.int64], key_dim: int, norms: tuple[bool, bool] = (False, False)
-    ) -> ChannelMap:
+    def selection(cls, kept: npt.NDArray[np.int64], key_dim: int) -> ChannelMap:
         """Select channels, the same for queries and keys."""
         pick = (kept[..., None] == np.arange(key_dim)).astype(np.float64)
-        return cls(kept, pick, pick, pick.swapaxes(-1, -2), norms)
+        return cls(kept, pick, pick, pick.swapaxes(-1, -2))
 
     def reduced(self, layer: Layer) -> Layer:
         """Return the layer with one key channel per coordinate."""
@@ -60,7 +58,7 @@ class ReducedEngine:
         self._query, self._key = (x.astype(inner.state.dtype) for x in (channels.query, channels.key))
         self._lift = layer.expand_keys(channels.lift, axis=0).astype(inner.state.dtype)
         self._kept = layer.expand_keys(channels.kept, axis=0)
-        self._norms = channels.norms
+        self._unit_keys = channels.unit_keys
 
     @property
     def state(self) -> Array:
@@ -78,10 +76,7 @@ class ReducedEngine:
 
     def step(self, tokens: Tokens, slots: npt.NDArray[np.int64], out: Array) -> None:
         """See `sketchssm.heads.engine.Engine`."""
-        q, k = (
-            _mapped(maps, x, norm)
-            for maps, x, norm in zip((self._query, self._key), (tokens.q, tokens.k), self._norms, strict=True)
-        )
+        q, k = _mapped(self._query, tokens.q), _mapped(self._key, tokens.k, self._unit_keys)
         g = tokens.g
         if self.layer.channel_decays:
             g = np.where(self._kept >= 0, np.take_along_axis(g, self._kept[None, None], axis=-1), 0).astype(g.dtype)
@@ -132,7 +127,7 @@ def check_sparsity(sparsity: float) -> float:
     return float(sparsity)
 
 
-def _mapped(maps: Array, x: Array, norm: bool) -> Array:
+def _mapped(maps: Array, x: Array, norm: bool = False) -> Array:
     """Map queries or keys ``(batch, tokens, key_heads, K)``, one vector at a time: rows do not affect each other."""
     with np.errstate(invalid="ignore", over="ignore"):  # padding rows may hold anything
         y = (maps @ x[..., None])[..., 0]
