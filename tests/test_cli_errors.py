@@ -23,7 +23,6 @@ plan good.npz other.npz --error 1 --out new.safetensors | --out: expected a fold
 calibrate logits.npz --out out | logits.npz: calib_beta: expected write gates from 0 to 2, got
 demo --json folder | --json: expected a file, got the folder
 plan --error 1 --out out | TRACES: expected trace files
-plan --model folder --error 1 --out out | --model: expected trace files of the model's layers, which sketchssm.trans
 plan good.npz --microseconds 1 --out out | expected --time-on
 plan good.npz --error 1 --out out --maps ridge --reductions 8 | --reductions: has no effect without the map subspace
 plan good.npz --error 1 --out out --maps subspace --mean-ranks 4 | --mean-ranks: has no effect with the map subspace
@@ -47,7 +46,6 @@ calibrate good.npz --out - | --out: expected a file, got -; only --json
 bench --shape qwen3-next --residual-bits 2 | --residual-bits: has no effect without --map subspace
 bench --shape qwen3-next --batch 1 --raw-gate | --raw-gate: has no effect without a decay per channel
 bench --shape nemotron-3-super --batch 1 --rank 65 | mean_ranks: expected at most 64 for nemotron-3-super, got 65
-bench --shape nemotron-3-super --rank-max 4 | rank_max: expected 5 (the mean rank) to 64 for nemotron-3-super, got 4
 evaluate good.npz --systems exact,ghosts | got 'ghosts'; there are exact (standard
 evaluate good.npz --systems replay | got 'replay'; did you mean exact/replay?
 evaluate good.npz --systems sketch/ridge-3 --ranks 2 | got 'sketch/ridge-3'; there are sketch (ridge-2, low

@@ -15,7 +15,7 @@ import click
 
 import sketchssm
 from sketchssm.cli import options
-from sketchssm.cli.options import COUNT, NOT_NEGATIVE, NUMBERS, OLD_FOLDER, PATH
+from sketchssm.cli.options import NOT_NEGATIVE, NUMBERS, OLD_FOLDER, PATH
 from sketchssm.layer.checks import ACTIVATIONS
 from sketchssm.layer.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS
@@ -33,7 +33,6 @@ BATCHES = {"cuda": (1, 8, 32, 128, 256, 512), "cpu": (1, 8, 32)}
 @click.option("--batch", "batches", type=NUMBERS, help="Rows of a step.  [default: 1,8,32; on a GPU also 128,256,512]")
 @click.option("--window", "windows", type=NUMBERS, default="16", help="Tokens from one flush to the next.")
 @click.option("--rank", "ranks", type=NUMBERS, help="Mean rank.  [default: 5 to 7, as the model allows]")
-@click.option("--rank-max", type=COUNT, help="Largest rank of a head.  [default: K or V]")
 @click.option(
     "--map",
     "maps",
@@ -42,7 +41,6 @@ BATCHES = {"cuda": (1, 8, 32, 128, 256, 512), "cpu": (1, 8, 32)}
     default=(DEFAULT_MAP,),
     help="Coefficient map; may be repeated.",
 )
-@options.pivots
 @click.option(
     "--sketch-dtype",
     "sketch_dtypes",
@@ -87,9 +85,7 @@ def command(
     batches: tuple[int, ...] | None,
     windows: tuple[int, ...],
     ranks: tuple[int, ...] | None,
-    rank_max: int | None,
     maps: tuple[str, ...],
-    pivots: int | None,
     sketch_dtypes: tuple[str, ...],
     residual_bits: str,
     plan_files: tuple[Path, ...],
@@ -124,7 +120,7 @@ def command(
     if plan_files:
         options.refuse(
             "with --plan",
-            ("shapes", "windows", "ranks", "rank_max", "maps", "pivots", "sketch_dtypes", "residual_bits"),
+            ("shapes", "windows", "ranks", "maps", "sketch_dtypes", "residual_bits"),
         )
     elif residual_bits != "0" and "subspace" not in maps:
         raise click.UsageError("--residual-bits: has no effect without --map subspace")
@@ -147,7 +143,7 @@ def command(
     if plan_files:
         cases = [case for path in plan_files for case in bench.Case.of_plans(path)]
     else:
-        chosen = [CoefficientMap(name, pivots) for name in maps]
+        chosen = [CoefficientMap(name) for name in maps]
         cases = [
             bench.Case.random(
                 name,
@@ -157,7 +153,7 @@ def command(
                 chosen,
                 sketch_dtypes,
                 seed,
-                rank_max or (cuda.MAX_RANK if device == "cuda" else None),
+                cuda.MAX_RANK if device == "cuda" else None,
                 int(residual_bits),
             )
             for name, window in product(names, windows)

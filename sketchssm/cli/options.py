@@ -97,7 +97,6 @@ residual_bits = click.option(
     default="0",
     help="Bits of the codes of what a sketch leaves of its state, with --map subspace.",
 )
-pivots = click.option("--pivots", type=COUNT, help="Pivot count of lowrank.  [default: the map's own]")
 trace_files = click.argument("traces", nargs=-1, type=OLD_FILE)
 
 
@@ -154,7 +153,7 @@ map_settings = gather(
         type=click.Choice(MAPS),
         help=f"Coefficient map.  [default: subspace with residuals, else {DEFAULT_MAP}]",
     ),
-    pivots,
+    click.option("--pivots", type=COUNT, help="Pivot count of lowrank.  [default: the map's own]"),
     click.option("--ridge", type=NOT_NEGATIVE, help="Regularisation.  [default: the map's own]"),
     click.option(
         "--sketch-dtype",

@@ -22,21 +22,11 @@ def _map(text: str) -> CoefficientMap:
     return CoefficientMap(name, ridge=value)
 
 
-def _needs_traces(context: click.Context, param: click.Parameter, value: str | None) -> None:
-    """Say what to do for a model."""
-    if value is not None:
-        raise click.UsageError(
-            "--model: expected trace files of the model's layers, which sketchssm.transformers.record makes; evaluate "
-            "--model --plans and bench --plan take the folder of --out"
-        )
-
-
 @click.command("plan")
 @options.trace_files
 @click.option(
     "--out", required=True, type=PATH, help="Plan file or, for several trace files, a folder with one plan each."
 )
-@click.option("--model", hidden=True, expose_value=False, callback=_needs_traces)
 @click.option("--error", type=POSITIVE, help="Target: at most this error of the outputs.")
 @click.option(
     "--traffic",

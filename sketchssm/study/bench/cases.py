@@ -49,17 +49,11 @@ class Case:
         """Make a case of one row, with a random plan for every mean rank, map and format.
 
         See `spread_ranks` and `random_plan`; sketches with the map `subspace` alone have the residual bits.
-        ValueError if a mean rank or `rank_max`, the largest rank of a head, is
-        beyond K or V, or a mean rank is beyond `rank_max`.
+        ValueError if a mean rank is beyond K, V or `rank_max`, the largest rank of a head.
         """
-        limit, largest_mean = min(layer.key_dim, layer.value_dim), max(mean_ranks)
-        if largest_mean > limit:
-            raise ValueError(f"mean_ranks: expected at most {limit} for {shape}, got {largest_mean}")
-        if rank_max is not None:
-            if not largest_mean <= rank_max <= limit:
-                expected = f"{largest_mean} (the mean rank) to {limit}"
-                raise ValueError(f"rank_max: expected {expected} for {shape}, got {rank_max}")
-            limit = rank_max
+        limit = min(layer.key_dim, layer.value_dim, rank_max or layer.key_dim)
+        if max(mean_ranks) > limit:
+            raise ValueError(f"mean_ranks: expected at most {limit} for {shape}, got {max(mean_ranks)}")
         spread = [spread_ranks(layer.heads, mean, limit) for mean in mean_ranks]
         plans = [
             random_plan(layer, ranks, window, map, seed, sketch_dtype, residual_bits if map.name == "subspace" else 0)
