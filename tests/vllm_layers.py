@@ -135,6 +135,13 @@ def with_heads(layer):
     return type(head.__name__, (head, layer), {})
 
 
+def norm_in_place(out, gate):
+    """The gate of a norm, written over the memory of its input as vLLM's kernel does."""
+    flat = out.contiguous().reshape(-1, out.shape[-1])
+    flat *= gate.sigmoid().reshape(flat.shape)
+    return flat.reshape(out.shape)
+
+
 class Fixture:
     """One layer with its pool and builder, and how to run a batch through the layer."""
 
@@ -175,7 +182,7 @@ class Fixture:
             key_dim=keys * k_dim, value_dim=heads * v_dim, tped_intermediate_size=heads * v_dim,
             tped_conv_size=channels, tped_dt_size=heads, conv1d=SimpleNamespace(weight=weight, bias=None),
             conv_weights=weight[:, 0], local_projection_size=heads * k_dim,
-            o_norm=lambda out, gate: out * gate.sigmoid(), gate_lower_bound=bound,
+            o_norm=norm_in_place, gate_lower_bound=bound,
             A=-torch.rand(heads, generator=generator), A_log=torch.rand(heads, generator=generator).log(),
             D=self.random(heads), is_blackwell=False, num_accepted_tokens=None,
             dt_bias=self.random(heads * k_dim if kind == "kda" else heads),

@@ -165,7 +165,9 @@ class HeadKimiDelta(HeadLayer):
             out.copy_(self.o_norm(out, g2[:n]))
         if batch.prefill is not None:
             with self._prefill(batch, mixed_qkv, g1[0], beta[0]):
-                super()._forward(mixed_qkv[n:], g1[:, n:], g2[n:], beta[:, n:], core_attn_out[:, n:])
+                # vLLM norms in place and copies the result to itself: PyTorch allows that if strides are equal, and
+                # those of core_attn_out[:, n:] are not what a reshape gives.
+                super()._forward(mixed_qkv[n:], g1[:, n:], g2[n:], beta[:, n:], core_attn_out[0, n:][None])
 
     def _decode(self, mixed: Any, raw: Any, b: Any, out: Any, batch: BatchMetadata) -> None:
         # The layer's compiled code may still use the memory of its arguments: the convolution has memory of its own.

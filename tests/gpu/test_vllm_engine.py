@@ -88,7 +88,7 @@ def test_engines(engines, run, capsys):
         name = f"{x['system']}, {x['graphs']}"
         assert "error" not in x, f"{name}: {x['error']}"
         assert x["runner"] == 1 + int(run[2]), name
-        assert x["preemptions"] > 0, name
+        assert x["preemptions"] > 0 or run[0] == "kda", name  # kda: requests wait for blocks before they begin
         assert len(set(x["free_blocks"])) == 1, name
         before, after = x["memory"]
         assert after - before < 4 << 20, name  # a hundred states would be 6 MiB
