@@ -72,7 +72,7 @@ def test_standard(name, activation, state_dtype, rng, cupy):
     device = StandardEngine(layer, 5, **options)
     oracle = reference.StandardEngine(layer, 5, EngineOptions(state_dtype=state_dtype))
     tokens = make_tokens(layer, 3, 12, activation, rng, gate=gate)
-    got, want, _ = run_pair(device, oracle, layer, tokens, slot_table(3, 5, 12, rng), activation, gate)
+    got, want, _ = run_pair(device, oracle, tokens, slot_table(3, 5, 12, rng), activation, gate)
     assert error(got, want) < TIPPED.get(state_dtype, EXACT)
     check_states(device, oracle, state_dtype)
 
@@ -104,7 +104,7 @@ def test_replay(name, window, activation, state_dtype, rng, cupy):
     device = poisoned(ReplayEngine(layer, 5, window, **options))
     oracle = reference.ReplayEngine(layer, 5, window, EngineOptions(state_dtype=state_dtype))
     tokens = make_tokens(layer, 4, length, activation, rng, gate=gate)
-    got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 5, length, rng), activation, gate)
+    got, want, where = run_pair(device, oracle, tokens, slot_table(4, 5, length, rng), activation, gate)
     assert np.unique(where[:, -1]).size > 1  # the rows are at different tokens of their windows
     flushes = where == window - 1
     assert flushes.any()

@@ -14,6 +14,7 @@ from gpu.cuda_support import (
     SketchEngine,
     StandardEngine,
     check_raw_gates,
+    compare_window,
     error,
     load_same,
     make_plan,
@@ -43,12 +44,8 @@ def test_no_ridge_and_a_sketch_of_rank_one(rng, cupy):
     device, oracle = (SketchEngine(plan, 4, "float32", output_dtype="float32"), reference.SketchEngine(plan, 4))
     keys = np.einsum("bhg,hkg->bhk", rng.standard_normal((4, layer.heads, 16)), plan.omega)
     start = np.einsum("bhv,bhk->bhvk", rng.standard_normal((4, layer.heads, layer.value_dim)), keys)
-    device.load_state(cupy.asarray(start.astype(np.float32)), cupy.arange(4))
-    oracle.load_state(start, np.arange(4))
-    tokens = make_tokens(layer, 4, 2, "bfloat16", rng, hard_gates=False)
-    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(4), (2, 1)), "bfloat16")
     # two slices leave out 2^-16, and the sketch is nearly zero in all directions but one
-    assert error(got, want) < 1e-3
+    assert compare_window(device, oracle, start.astype(np.float32), "bfloat16", rng, cupy) < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -103,7 +100,7 @@ def test_the_ridge_is_small_beside_a_weak_direction(name, rng, cupy):
     device, oracle = poisoned(SketchEngine(plan, 2, output_dtype="float32")), reference.SketchEngine(plan, 2)
     device.load_state(cupy.asarray(start), cupy.arange(2))
     oracle.load_state(start.astype(np.float64), np.arange(2))
-    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(2), (3, 1)), "bfloat16")
+    got, want, _ = run_pair(device, oracle, tokens, np.tile(np.arange(2), (3, 1)), "bfloat16")
     assert error(got, want) < STORED["bfloat16"]
     sketched = plan.ranks > 0
     full = start[:, sketched][..., 0]
@@ -160,7 +157,7 @@ def check_replay(layer, tokens, rng):
     device, oracle = poisoned(ReplayEngine(layer, 2, 16, output_dtype="float32")), reference.ReplayEngine(layer, 2, 16)
     load_same(device, oracle, rng)
     table = np.tile(np.arange(2), (tokens.v.shape[1], 1))
-    got, want, _ = run_pair(device, oracle, layer, tokens, table, "bfloat16")
+    got, want, _ = run_pair(device, oracle, tokens, table, "bfloat16")
     assert error(got, want) < EXACT
     assert error(device.state.get(), oracle.state) < EXACT
 
@@ -195,7 +192,7 @@ def test_what_has_been_forgotten_costs_nothing(name, activation, gate, size, rng
     tokens = make_tokens(layer, 2, 16, activation, rng, hard_gates=False)
     tokens.v[:, :3] = round_to(tokens.v[:, :3] * 1e4, activation)
     tokens.g[:, 5] = gate
-    run_pair(device, oracle, layer, tokens, np.tile(np.arange(2), (16, 1)), activation)
+    run_pair(device, oracle, tokens, np.tile(np.arange(2), (16, 1)), activation)
     assert error(device.state.get(), oracle.state) < EXACT
 
 
@@ -211,7 +208,7 @@ def test_raw_gates_of_any_size(name, rng, cupy):
     oracle = reference.StandardEngine(layer, 4)
     tokens = make_tokens(layer, 4, 12, "bfloat16", rng, gate=gate)
     tokens.g[...] = round_to(rng.uniform(-30, 30, tokens.g.shape), "bfloat16")
-    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(4), (12, 1)), "bfloat16", gate)
+    got, want, _ = run_pair(device, oracle, tokens, np.tile(np.arange(4), (12, 1)), "bfloat16", gate)
     assert error(got, want) < EXACT
     assert error(device.state.get(), oracle.state) < EXACT
 
@@ -251,7 +248,7 @@ def test_sketches_after_windows_with_betas_above_one(name, rng, cupy):
     tokens = make_tokens(layer, 2, 40, "bfloat16", rng, hard_gates=False)
     tokens.beta[...] *= 2
     table = np.tile(np.arange(2), (40, 1))
-    got, want, _ = run_pair(device, reference.SketchEngine(plan, 2), layer, tokens, table, "bfloat16")
+    got, want, _ = run_pair(device, reference.SketchEngine(plan, 2), tokens, table, "bfloat16")
     assert error(got, want) < 3e-5  # rounding to float32, which the solve of the map enlarges
 
 
@@ -306,7 +303,7 @@ def test_numbers_beyond_fp16_become_infinite(rng, machine):
         oracle = getattr(reference, f"{'Replay' if settings else 'Standard'}Engine")(
             layer, 1, *settings, EngineOptions(state_dtype="float16")
         )
-        run_pair(device, oracle, layer, tokens, np.zeros((4, 1), np.int64), "bfloat16")
+        run_pair(device, oracle, tokens, np.zeros((4, 1), np.int64), "bfloat16")
         infinite = np.isinf(oracle.state)
         assert infinite.any() and not infinite.all()
         assert np.array_equal(np.isinf(device.state.get()), infinite)

@@ -68,7 +68,7 @@ def test_any_shape(cupy, layer, system, activation, window, data):
     length = 2 * window + 3
     tokens = make_tokens(layer, 2, length, activation, rng)
     table = np.tile(np.arange(2), (length, 1))
-    got, want, where = run_pair(device, oracle, layer, tokens, table, activation)
+    got, want, where = run_pair(device, oracle, tokens, table, activation)
     exact = np.broadcast_to((where == window - 1)[..., None], (*where.shape, layer.heads)).copy()
     exact |= (ranks == FULL_STATE) | (system == "replay")
     assert error(got[exact], want[exact]) < EXACT

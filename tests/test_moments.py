@@ -1,6 +1,7 @@
 """Second moments: which samples count, and sums that do not depend on how traces are divided."""
 
 import copy
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -87,10 +88,11 @@ def test_definition(kind):
     kind=st.sampled_from(KINDS),
     cuts=st.lists(st.integers(0, 23), max_size=5).map(sorted),
     row=st.integers(0, 3),
+    grouped=st.booleans(),
     graded=st.booleans(),
     seed=st.integers(0, 5),
 )
-def test_any_cut_gives_the_same_sums(made, harsh, kind, cuts, row, graded, seed):
+def test_any_cut_gives_the_same_sums(made, harsh, kind, cuts, row, grouped, graded, seed):
     layer = LAYERS[kind]
     tokens = make_traces(layer, 3, 23, seed, harsh)
     grad = np.random.default_rng(seed).standard_normal(tokens.v.shape) if graded and made == "scores" else None
@@ -104,7 +106,8 @@ def test_any_cut_gives_the_same_sums(made, harsh, kind, cuts, row, graded, seed)
         own, carry = accumulators(layer)[made], None
         for start, stop in zip([0, *cuts], [*cuts, 23], strict=True):
             part = rows, slice(start, stop)
-            carry = own.update(*at(tokens, part), carry=carry, **more(part))
+            with mock.patch.object(windows, "HOST_BYTES", 1 if grouped else windows.HOST_BYTES):
+                carry = own.update(*at(tokens, part), carry=carry, **more(part))
         assert carry.position == end.position == 23 % W
         # the same operations in the same order, except for the batch of BLAS calls
         np.testing.assert_allclose(carry.state, end.state[rows], rtol=1e-10, atol=1e-13)
@@ -118,18 +121,6 @@ def test_any_cut_gives_the_same_sums(made, harsh, kind, cuts, row, graded, seed)
         assert np.abs(getattr(parts, name) - want).max() <= 1e-11 * want.max(initial=0.0)
     assert np.array_equal(parts.samples, whole.samples)
     assert parts.weighting == whole.weighting == ("error" if grad is None else "gradient")
-
-
-def test_groups_of_rows_give_the_same_sums(monkeypatch):
-    layer = LAYERS["kda"]
-    tokens = make_traces(layer, 5, 17, 1)
-    whole, grouped = moments_of(layer), moments_of(layer)
-    carry = whole.update(*tokens)
-    monkeypatch.setattr("sketchssm.calibrate.windows.HOST_BYTES", 1)
-    again = grouped.update(*tokens)
-    close(grouped, whole)
-    assert np.array_equal(again.state, carry.state)
-    assert np.array_equal(again.ring.k, carry.ring.k)
 
 
 @pytest.mark.parametrize(("kind", "window", "largest"), [("gdn", 2, 5 * 6), ("kda", W, 6 * W**2)])
@@ -156,16 +147,8 @@ def test_zero_states_count_nothing(kind):
     assert all(np.isfinite(getattr(moments, name)).all() for name in SUMS)
 
 
-def test_first_window_of_a_given_state_counts():
-    layer = LAYERS["gdn"]
-    tokens = make_traces(layer, 2, W, 3)
-    moments = moments_of(layer)
-    moments.update(*tokens, carry=Carry(np.ones((2, *layer.state_shape))))
-    assert (moments.samples == 2 * (W - 1)).all()
-
-
-def test_a_given_state_may_be_float32():
-    """As engines hold it; sums are in float64 all the same."""
+def test_a_given_state():
+    """Its first window counts. A state may be float32 as engines hold it; sums are in float64 all the same."""
     layer = LAYERS["gdn"]
     tokens = make_traces(layer, 2, W, 3)
     state = np.random.default_rng(0).standard_normal((2, *layer.state_shape)).astype(np.float32)
@@ -173,6 +156,7 @@ def test_a_given_state_may_be_float32():
     assert Carry(state).position == 0
     single.update(*tokens, carry=Carry(state))
     double.update(*tokens, carry=Carry(state.astype(np.float64)))
+    assert (single.samples == 2 * (W - 1)).all()
     for name in SUMS:
         assert np.array_equal(getattr(single, name), getattr(double, name))
 
@@ -188,8 +172,6 @@ def test_carry_shares_no_memory():
 
 def test_file_refusals(tmp_path):
     path = tmp_path / "m.safetensors"
-    with pytest.raises(FileNotFoundError):
-        ss.Moments.load(path)
     moments = moments_of(LAYERS["gdn"])
     moments.state_gram[0, 0, 0] = np.nan
     moments.save(path)
@@ -199,9 +181,6 @@ def test_file_refusals(tmp_path):
     tensors["state_gram"] = np.zeros_like(tensors["state_gram"])
     save_file(path, FORMAT, tensors, fields | {"weighting": "output"})
     with pytest.raises(FileFormatError, match="weighting: this version does not have 'output'; collect the moments"):
-        ss.Moments.load(path)
-    path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(FileFormatError):
         ss.Moments.load(path)
 
 

@@ -61,8 +61,6 @@ class TestPlan:
     def test_defaults(self, rng):
         plan = ss.SketchPlan(Basis(rng, LAYER), RANKS)
         assert (plan.window, plan.map) == (16, CoefficientMap("ridge", ridge=0.001))
-
-    def test_the_window_is_the_basis_s(self, rng):
         basis = ss.SketchBasis.random(LAYER, 4, window=32)
         assert ss.SketchPlan(basis, RANKS).window == 32
         assert ss.SketchPlan(basis, RANKS, window=8).window == 8
@@ -105,25 +103,24 @@ class TestPlan:
 
 
 class TestShard:
-    @pytest.mark.parametrize("name", MAPS)
-    def test_a_shard_is_a_whole_plan(self, name, rng, tmp_path):
-        plan = plan_of(rng, LAYER, RANKS, map=name, window=7, pivots=2)
+    @pytest.mark.parametrize(("name", "form"), [*zip(MAPS, ("bfloat16", "float32", "int8"), strict=True)])
+    def test_a_shard_is_a_whole_plan(self, name, form, rng, tmp_path):
+        plan = plan_of(rng, LAYER, RANKS, map=name, window=7, pivots=2, sketch_dtype=form)
         for rank, (heads, columns) in enumerate([(slice(0, 2), 3), (slice(2, 4), 2)]):
             shard = plan.shard(rank, 2)
             assert shard.layer == Layer("gdn", 2, 6, 5, 1)
-            assert (shard.window, shard.map) == (7, plan.map)
+            assert (shard.window, shard.map, shard.sketch_dtype) == (7, plan.map, form)
             np.testing.assert_array_equal(shard.ranks, RANKS[heads])
             np.testing.assert_array_equal(shard.omega, plan.omega[heads, :, :columns])
             assert shard.reduction > 1
             shard.save(tmp_path / "shard.safetensors")
             same(ss.SketchPlan.load(tmp_path / "shard.safetensors"), shard)
 
-    def test_a_world_of_one_is_the_plan(self, plan):
-        same(plan.shard(0, 1), plan)
-
     @pytest.mark.parametrize("world", [1, 2])
     def test_shares_no_memory(self, world, plan):
         shard = plan.shard(0, world)
+        if world == 1:
+            same(shard, plan)
         for name in FORMAT.tensors:
             assert not np.shares_memory(getattr(shard, name), getattr(plan, name))
 
@@ -245,21 +242,6 @@ class TestBadFiles:
 OLDER = FORMAT._replace(version=4, tensors=("omega", "projection", "ranks"))
 
 
-@pytest.mark.parametrize("settings", [{"sketch_dtype": "int8"}, {"sketch_dtype": "float32", "map": "lowrank"}])
-def test_file_shards_and_text(settings, rng, tmp_path):
-    plan = plan_of(rng, LAYER, RANKS, **settings)
-    plan.save(tmp_path / "plan.safetensors")
-    same(ss.SketchPlan.load(tmp_path / "plan.safetensors"), plan)
-    assert f"sketch_dtype={settings['sketch_dtype']}" in repr(plan)
-    assert {plan.shard(rank, 2).sketch_dtype for rank in range(2)} == {plan.sketch_dtype}
-
-
-def test_every_format_has_its_fingerprint():
-    made = ("bfloat16", "int8", "float32")
-    plans = [plan_of(np.random.default_rng(0), LAYER, RANKS, sketch_dtype=form) for form in made]
-    assert len({plan.fingerprint for plan in plans}) == len(made)
-
-
 def test_an_allocation_brings_its_format(rng):
     class Allocation:
         ranks, sketch_dtype = RANKS, "int8"
@@ -310,10 +292,3 @@ def test_traffic_of_a_head_with_its_own_formats(rng):
     assert plan.reduction == plan.reduction_with() == traffic.reduction(*shape, sketch_dtype="int8")
     assert plan.reduction_with("bfloat16") == traffic.reduction(*shape, "bfloat16", sketch_dtype="int8")
     assert plan.reduction_with("float32", "float32") == traffic.reduction(*shape, sketch_dtype="float32")
-
-
-def test_snapshots_of_another_format_do_not_fit(rng):
-    plan = plan_of(rng, LAYER, RANKS)
-    heads = [ss.SketchHead(plan, 2, "reference", sketch_dtype=name) for name in ("int8", "float32")]
-    with pytest.raises(ValueError, match=r'^snapshot: expected sketch_dtype "float32", got "int8"'):
-        heads[1].restore(heads[0].snapshot())

@@ -74,6 +74,7 @@ class TestRefusals:
             (ss.SketchHead(plan_of(rng, layer, RANKS, window=8), 5, "reference"), "window 8, got 4"),
             (ss.SketchHead(changed, 5, "reference"), f'plan "{changed.fingerprint}", got "{plan.fingerprint}"'),
             (ss.SketchHead(plan, 5, "reference", state_dtype="float16"), 'state_dtype "float16", got "float32"'),
+            (ss.SketchHead(plan, 5, "reference", sketch_dtype="int8"), 'sketch_dtype "int8", got "bfloat16"'),
         ):
             before = head.snapshot()
             with pytest.raises(ValueError, match=re.escape(f"snapshot: expected {message}")):
@@ -181,6 +182,7 @@ def test_a_plan_s_fingerprint(layer, tmp_path):
         plan_of(np.random.default_rng(7), layer, [1, 2, 3, 1]),
         plan_of(np.random.default_rng(7), layer, RANKS, window=8),
         plan_of(np.random.default_rng(7), layer, RANKS, map="lowrank"),
+        *(plan_of(np.random.default_rng(7), layer, RANKS, sketch_dtype=form) for form in ("int8", "float32")),
     ]
-    assert len({plan.fingerprint, *(other.fingerprint for other in others)}) == 5
+    assert len({plan.fingerprint, *(other.fingerprint for other in others)}) == 7
     assert plan_of(np.random.default_rng(7), layer, RANKS).fingerprint == plan.fingerprint

@@ -44,14 +44,21 @@ def fixture(monkeypatch):
     return patched(monkeypatch)
 
 
+def check(layer, steps):
+    for rows in steps:
+        meta, outputs = layer.step([(request[0], *place) for request, *place in rows])
+        assert isinstance(meta, metadata.BatchMetadata)
+        for (request, _, first, count, _), out in zip(rows, outputs, strict=True):
+            assert relative(out, request[1][first : first + count]) < TOLERANCE, (first, count)
+
+
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("system", ("standard", "replay"))
 def test_layers_serve_requests(fixture, kind, system):
     """Prefill in chunks, mixed batches, a prompt of one token, a request that leaves, reuse of its block."""
     layer = fixture(kind, system)
     requests = [layer.inputs(24) for _ in range(4)]
-    wanted = [layer.oracle(given) for given in requests]
-    a, b, c, d = ((given, want) for given, want in zip(requests, wanted, strict=True))
+    a, b, c, d = ((given, layer.oracle(given)) for given in requests)
     steps = [
         [(a, 3, 0, 4, 7)],
         [(a, 3, 4, 3, 7), (b, 5, 0, 6, 6)],
@@ -62,11 +69,7 @@ def test_layers_serve_requests(fixture, kind, system):
         [(d, 5, 0, 1, 1), (a, 3, 11, 1, 7)],  # b has left; a prompt of one token in its block
         [(d, 5, 1, 1, 1), (a, 3, 12, 1, 7), (c, 2, 8, 1, 8)],
     ]
-    for rows in steps:
-        meta, outputs = layer.step([(request[0], *others) for request, *others in rows])
-        assert isinstance(meta, metadata.BatchMetadata)
-        for (request, _, first, count, _), out in zip(rows, outputs, strict=True):
-            assert relative(out, request[1][first : first + count]) < TOLERANCE
+    check(layer, steps)
 
 
 @pytest.mark.parametrize("kind", list(CLASSES)[:3])
@@ -111,10 +114,7 @@ def test_layers_serve_cached_prefixes(fixture, kind, system):
         [(a, [0, 0, 3, 6, 0], 24, 1, 26), (c, [0, 0, 3, 7, 0], 24, 1, 29)],
         [(a, [0, 0, 3, 6, 0], 25, 1, 26), (c, [0, 0, 3, 7, 0], 25, 4, 29)],
     ]
-    for rows in steps:
-        _, outputs = layer.step([(request[0], *place) for request, *place in rows])
-        for (request, _, first, count, _), out in zip(rows, outputs, strict=True):
-            assert relative(out, request[1][first : first + count]) < TOLERANCE, (first, count)
+    check(layer, steps)
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -125,10 +125,8 @@ def test_layers_serve_drafts(fixture, kind, system, late):
     mixed batches in vLLM's order.
     """
     layer = fixture(kind, system, DRAFTS)
-    requests = [layer.inputs(32) for _ in range(3)]
-    wanted = [layer.oracle(given) for given in requests]
+    a, b, c = ((given, layer.oracle(given)) for given in [layer.inputs(32) for _ in range(3)])
     bad = layer.inputs(32)
-    a, b, c = ((given, want) for given, want in zip(requests, wanted, strict=True))
 
     def wrong(request, first, kept, count):
         """The request, with other tokens from the first rejected draft to the last."""

@@ -338,30 +338,26 @@ def patched(monkeypatch):
         g = -A_log.exp() * F.softplus(a + dt_bias)
         return q, k, v.reshape(len(v), -1, head_v_dim), g, b.sigmoid()
 
-    def chunk_kda(q, k, v, raw_g, raw_beta, A_log, g_bias, lower_bound, initial_state, cu_seqlens, **others):
-        module = SimpleNamespace(A_log=A_log, dt_bias=g_bias, gate_lower_bound=lower_bound)
-        q, k, beta = unit(q[0]) * q.shape[-1] ** -0.5, unit(k[0]), raw_beta[0].sigmoid()
-        layer = square(LAYERS["kda"])
-        out, last = scan(layer, q, k, v[0], decays(module, raw_g[0]), beta, initial_state, cu_seqlens.tolist())
+    def chunk(layer, q, k, v, g, beta, initial_state, cu_seqlens):
+        q, k = unit(q[0]) * q.shape[-1] ** -0.5, unit(k[0])
+        out, last = scan(layer, q, k, v[0], g[0], beta[0], initial_state, cu_seqlens.tolist())
         return out[None], last
+
+    def chunk_kda(q, k, v, raw_g, raw_beta, A_log, g_bias, lower_bound, initial_state, cu_seqlens, **others):
+        g = decays(SimpleNamespace(A_log=A_log, dt_bias=g_bias, gate_lower_bound=lower_bound), raw_g[0])[None]
+        return chunk(square(LAYERS["kda"]), q, k, v, g, raw_beta.sigmoid(), initial_state, cu_seqlens)
 
     def chunk_glm(q, k, v, raw_g, beta, A_log, g_bias, **others):
         return chunk_kda(q, k, v, raw_g, beta.logit(), A_log, g_bias, **others)
 
     def chunk_bailing(q, k, v, g, beta, initial_state, cu_seqlens, **others):
-        q, k = unit(q[0]) * q.shape[-1] ** -0.5, unit(k[0])
-        layer = square(LAYERS["kda"])
-        out, last = scan(layer, q, k, v[0], g[0], beta[0], initial_state, cu_seqlens.tolist())
-        return out[None], last
+        return chunk(square(LAYERS["kda"]), q, k, v, g, beta, initial_state, cu_seqlens)
 
     def gates_olmo(A_log, a, b, dt_bias, negative):
         return (-A_log.exp() * F.softplus(a + dt_bias))[None], (1 + negative) * b.sigmoid()[None]
 
     def chunk_olmo(q, k, v, g, beta, initial_state, cu_seqlens, **others):
-        layer = Layer("gdn", 4, 6, 5)
-        q, k = unit(q[0]) * q.shape[-1] ** -0.5, unit(k[0])
-        out, last = scan(layer, q, k, v[0], g[0], beta[0], initial_state, cu_seqlens.tolist())
-        return out[None], last
+        return chunk(Layer("gdn", 4, 6, 5), q, k, v, g, beta, initial_state, cu_seqlens)
 
     def prefix_lightning(q, k, v, state, slope, block, **others):
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))

@@ -136,25 +136,28 @@ def slot_table(batch, slots, tokens, rng, *, padding=0.2):
     return table.astype(np.int64)
 
 
-def run_pair(device, reference, layer, tokens, table, activation, gate=None):
-    """Feed both engines token by token; returns outputs of both and the rows' window positions before each token. With
-    a gate, raw inputs go to the device, and log-decays to the reference.
-    """
+def token(tokens, t, rows=slice(None)):
+    return Tokens(*(None if x is None else np.ascontiguousarray(x[rows, t : t + 1]) for x in tokens))
+
+
+def step_both(device, oracle, tokens, table, activation, gate=None):
+    """Outputs of one call of both engines. With a gate, raw inputs go to the device, log-decays to the reference."""
     import cupy
 
-    batch, length = tokens.v.shape[:2]
-    got = np.empty((batch, length, layer.heads, layer.value_dim))
-    want, where = np.empty_like(got), np.empty((batch, length), dtype=int)
-    out_type = np.float32
-    for t in range(length):
-        step = Tokens(*(x if x is None else np.ascontiguousarray(x[:, t : t + 1]) for x in tokens))
-        out = cupy.full((batch, 1, layer.heads, layer.value_dim), np.nan, dtype=out_type)
-        where[:, t] = np.where(table[t] >= 0, reference.position[table[t]], -1)
-        device.step(tokens_to_device(step, activation, gate), cupy.asarray(table[t]), out)
-        reference.step(
-            step if gate is None else step._replace(g=gate.log_decays(step.g)), table[t], want[:, t : t + 1]
-        )
-        got[:, t] = out.get()[:, 0]
+    out, want = cupy.full(tokens.v.shape, np.nan, dtype=np.float32), np.empty(tokens.v.shape)
+    device.step(tokens_to_device(tokens, activation, gate), cupy.asarray(table), out)
+    oracle.step(tokens if gate is None else tokens._replace(g=gate.log_decays(tokens.g)), table, want)
+    return out.get(), want
+
+
+def run_pair(device, oracle, tokens, table, activation, gate=None):
+    """Feed both engines token by token; returns outputs of both and the rows' window positions before each token."""
+    got, want = np.empty((2, *tokens.v.shape))
+    where = np.empty(tokens.v.shape[:2], dtype=int)
+    for t in range(tokens.v.shape[1]):
+        where[:, t] = np.where(table[t] >= 0, oracle.position[table[t]], -1)
+        one = step_both(device, oracle, token(tokens, t), table[t], activation, gate)
+        got[:, t : t + 1], want[:, t : t + 1] = one
     return got, want, where
 
 
@@ -254,13 +257,11 @@ def run_mixed(device, oracle, layer, steps, activation, rng, gate=None):
         rows, length = rng.integers(1, 5), rng.integers(1, 4)
         table = slot_table(rows, slots, 1, rng)[0]
         tokens = make_tokens(layer, rows, length, activation, rng, gate=gate)
-        out = cupy.full(tokens.v.shape, np.nan, dtype=np.float32)
-        want, where = np.empty(tokens.v.shape), oracle.position[table]
-        device.step(tokens_to_device(tokens, activation, gate), cupy.asarray(table), out)
-        oracle.step(tokens if gate is None else tokens._replace(g=gate.log_decays(tokens.g)), table, want)
+        where = oracle.position[table]
+        got, want = step_both(device, oracle, tokens, table, activation, gate)
         for t in range(length):
             ends = where == window - 1
-            gots.append(out.get()[:, t])
+            gots.append(got[:, t])
             wants.append(want[:, t])
             exact.append(ends | (table < 0))
             where = np.where(ends, 0, where + 1)
@@ -316,7 +317,7 @@ def compare_window(device, oracle, start, activation, rng, cupy):
     device.load_state(cupy.asarray(start), cupy.arange(len(start)))
     oracle.load_state(start.astype(np.float64), rows)
     tokens = make_tokens(layer, len(start), length, activation, rng)
-    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(rows, (length, 1)), activation)
+    got, want, _ = run_pair(device, oracle, tokens, np.tile(rows, (length, 1)), activation)
     return error(got, want)
 
 
@@ -358,18 +359,10 @@ def run_served(device, oracle, layer, steps, activation, rng, cupy):
         rows, length = rng.integers(1, slots + 1), rng.choice([1, 1, 1, 3])
         table = slot_table(rows, slots, 1, rng)[0]
         tokens = make_tokens(layer, rows, length, activation, rng)
-        out = cupy.full(tokens.v.shape, np.nan, dtype=np.float32)
-        want = np.empty(tokens.v.shape)
-        device.step(tokens_to_device(tokens, activation), cupy.asarray(table), out)
-        oracle.step(tokens, table, want)
+        for outputs, out in zip((gots, wants), step_both(device, oracle, tokens, table, activation), strict=True):
+            outputs.append(out.reshape(-1, layer.heads, layer.value_dim))
         assert np.array_equal(device.cursor.get(), oracle.memory["cursor"])
-        gots.append(out.get().reshape(-1, layer.heads, layer.value_dim))
-        wants.append(want.reshape(gots[-1].shape))
     return np.concatenate(gots), np.concatenate(wants), folded
-
-
-def token(tokens, t, rows=slice(None)):
-    return Tokens(*(None if x is None else np.ascontiguousarray(x[rows, t : t + 1]) for x in tokens))
 
 
 def load_same(device, oracle, rng):
@@ -399,7 +392,7 @@ def check_sketch(plan, stored, activation, rng, gate=None, blocks=None, state_dt
     device.reset(cupy.arange(5))
     load_same(device, oracle, rng)
     tokens = make_tokens(layer, 4, length, activation, rng, gate=gate)
-    got, want, where = run_pair(device, oracle, layer, tokens, slot_table(4, 5, length, rng), activation, gate)
+    got, want, where = run_pair(device, oracle, tokens, slot_table(4, 5, length, rng), activation, gate)
     flushes, full_state = where == plan.window - 1, plan.ranks == FULL_STATE
     assert flushes.any()
     assert error(got[flushes], want[flushes]) < exact

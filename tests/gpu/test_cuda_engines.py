@@ -41,7 +41,7 @@ def test_pivot_counts(pivots, dependent, rng, cupy):
     device.load_state(cupy.asarray(start), cupy.arange(3))
     oracle.load_state(start.astype(np.float64), np.arange(3))
     tokens = make_tokens(layer, 3, 4, "bfloat16", rng, hard_gates=False)
-    got, want, _ = run_pair(device, oracle, layer, tokens, np.tile(np.arange(3), (4, 1)), "bfloat16")
+    got, want, _ = run_pair(device, oracle, tokens, np.tile(np.arange(3), (4, 1)), "bfloat16")
     assert error(got, want) < 1e-3 if dependent else error(got, want) < STORED["float32"]
 
 
@@ -64,7 +64,7 @@ def test_slot_offsets_beyond_32_bits(name, rng, cupy):
         oracle = of(source, slots)
         tokens = make_tokens(layer, 2, 17, "bfloat16", rng)
         table = np.tile(np.array([slots - 1, 0]), (17, 1))
-        run_pair(device, oracle, layer, tokens, table, "bfloat16")
+        run_pair(device, oracle, tokens, table, "bfloat16")
         assert error(device.state.get(), oracle.state) < EXACT
 
 
