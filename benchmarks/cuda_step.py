@@ -22,8 +22,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from peers import PEERS, measure_peer
-
 from sketchssm.layer.coefficients import MAPS
 from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS
 from sketchssm.study import bench
@@ -71,11 +69,11 @@ def measure(shape, batch, state_dtype, bandwidth, args):
             if name in args.systems and not (rows and name != "sketch"):
                 row |= flat(name, bench.measure_device(shape, system, work, bandwidth, **pace))
         rows.append(row)
-    for peer in PEERS if "peers" in args.systems else ():
+    for peer in bench.PEERS if "peers" in args.systems else ():
         if peer.kind != layer.kind or gate is not None or peer.missing():
             continue
         try:
-            rows[0] |= flat(peer.name, measure_peer(shape, peer, work, bandwidth, **pace))
+            rows[0] |= flat(peer.name, bench.measure_peer(shape, peer, work, bandwidth, **pace))
         except RuntimeError as error:
             print(f"{shape}, batch {batch}: {peer.name} was not timed: {error}", flush=True)
     return rows

@@ -19,15 +19,12 @@ from sketchssm.cuda import modules
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.recurrence import FULL_STATE, KINDS, Layer, Tokens
 from sketchssm.study import bench
-from sketchssm.study.bench import cases, device
+from sketchssm.study.bench import cases, device, peers
 from sketchssm.study.bench.results import BenchResult, StepBytes
 from sketchssm.study.bench.workloads import token_at
 from sketchssm.study.evaluate import Study, entries, measure
 from sketchssm.study.evaluate.measure import relative_error
 from sketchssm.study.systems import exact_systems
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-import peers
 
 WINDOW = 4
 LAYER = Layer("gdn", 2, 64, 80, 1)
@@ -174,12 +171,12 @@ class TestHost:
     def test_no_device(self, monkeypatch):
         monkeypatch.setattr(cuda, "missing", lambda: "CuPy sees no CUDA device")
         assert "'cuda' can't run here: CuPy sees no CUDA device" in invoke("--backend", "cuda", code=2).output
-        assert "on a GPU only" in invoke("--peer-path", ".", code=2).output
+        assert "on a GPU only" in invoke("--peers", code=2).output
         assert "only a GPU rests" in invoke("--duty", 0.5, code=2).output
         for duty in (0, 2, "nan"):
             assert "expected a share in (0, 1]" in invoke("--duty", duty, code=2).output
         monkeypatch.setattr(cuda, "missing", lambda: "")
-        assert "times log-decays only" in invoke("--peer-path", ".", "--raw-gate", code=2).output
+        assert "with log-decays only" in invoke("--peers", "--raw-gate", code=2).output
 
 
 @pytest.fixture
@@ -197,7 +194,7 @@ class TestDevice:
     @pytest.mark.parametrize("kind", ["gdn", "kda"])
     def test_command(self, kind, cupy, monkeypatch, tmp_path):
         """All systems, windows whose cursors advance from graph to graph, several sets of slots."""
-        layer, chosen = LAYER, ["--shape", "all", "--batch", 2]
+        layer, chosen = LAYER, ["--shape", "all", "--batch", 2, "--peers"]
         if kind == "kda":
             layer, chosen = Layer("kda", 2, 64, 64, 2), ["--shape", "tiny", "--batch", "2,3", "--raw-gate"]
         monkeypatch.setattr(bench, "SHAPES", {"tiny": layer, "wide": Layer("mamba2", 32, 80, 64, 1)})
@@ -225,6 +222,7 @@ class TestDevice:
             assert len(found["positions"]) == WINDOW
         assert {r["shape"] for r in report["results"]} == {"tiny" if kind == "gdn" else "tiny, raw gate"}
         assert ("wide was not timed: key_dim: the CUDA kernels don't support 80" in printed) == (kind == "gdn")
+        assert ("FlashInfer gdn was not timed: " in printed) == (kind == "gdn")
 
     def test_too_small_a_device(self, cupy, monkeypatch, tmp_path):
         """A system that does not fit is named; the others are timed."""
@@ -335,7 +333,7 @@ class TestPeers:
         assert "mamba_ssm" not in sys.modules
 
     def test_missing(self, monkeypatch):
-        listed = {peer.name: peer for peer in peers.PEERS}
+        listed = {peer.name: peer for peer in bench.PEERS}
         monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None if name == "cutlass" else object())
         assert listed["FlashInfer gdn"].missing() == "cutlass"
         assert listed["FlashInfer ssu"].missing() == ""

@@ -18,6 +18,7 @@ KNOW_FRAMEWORKS = {
     for name in (
         "arrays.interop",
         "cuda.frameworks",
+        "study.bench.peers",
         "study.bench.authors_process",
         "calibrate.distributed",
         "torch",

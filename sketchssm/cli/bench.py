@@ -71,6 +71,7 @@ BATCHES = {"cuda": (1, 8, 32, 128, 256, 512), "cpu": (1, 8, 32)}
     help="Type of states in memory; rounded once a window, in standard decode at every token.",
 )
 @click.option("--raw-gate", is_flag=True, help="Give heads of kda raw gate inputs instead of log-decays.")
+@click.option("--peers", is_flag=True, help="Time other libraries' standard decode as well, on a GPU.")
 @click.option(
     "--peer-path",
     type=OLD_FOLDER,
@@ -93,6 +94,7 @@ def command(
     duty: float,
     state_dtype: str,
     raw_gate: bool,
+    peers: bool,
     peer_path: Path | None,
     calibrate: bool,
     backend: str,
@@ -124,7 +126,7 @@ def command(
         )
     elif residual_bits != "0" and "subspace" not in maps:
         raise click.UsageError("--residual-bits: has no effect without --map subspace")
-    _check(shapes, duty, peer_path is not None, raw_gate, device)
+    _check(shapes, duty, peers or peer_path is not None, raw_gate, device)
     names = list(bench.SHAPES) if "all" in shapes else shapes or bench.COMMON
     options.check_files({"--plan": plan_files}, json=json_file)
     made = {
@@ -168,7 +170,7 @@ def command(
     output = Output(json_file)
     told = [f"The device worked for {duty:.0%} of the time, and rested between windows."] if duty < 1 else []
     with output.progress("timing", len(cases) + (backend == "cuda")) as step:
-        how: Any = {"seconds": seconds, "duty": duty, "seed": seed, "peer_path": peer_path}
+        how: Any = {"seconds": seconds, "duty": duty, "seed": seed, "peers": peers, "peer_path": peer_path}
         report = bench.time_cases(cases, backend, progress=step, **how)
     compiled = sum(r.first_call_seconds for r in report.results) + report.compile_seconds
     told.append(f"First calls (compiling, or loading compiled kernels) took {compiled:.1f} s more, not counted.")
@@ -197,6 +199,6 @@ def _check(shapes: Sequence[str], duty: float, peers: bool, raw_gate: bool, devi
     if device != "cuda" and duty < 1:
         raise click.BadParameter("only a GPU rests", param_hint="--duty")
     if device != "cuda" and peers:
-        raise click.BadParameter("their kernels run on a GPU only", param_hint="--peer-path")
+        raise click.BadParameter("other libraries are timed on a GPU only", param_hint="--peers")
     if raw_gate and peers:
-        raise click.BadParameter("--peer-path times log-decays only", param_hint="--raw-gate")
+        raise click.BadParameter("other libraries are timed with log-decays only", param_hint="--raw-gate")

@@ -1,17 +1,12 @@
 """Benchmarks and comparisons on a device at tiny sizes: checks their reports, not the speed."""
 
-import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 from gpu.cuda_support import LAYERS
 
 from sketchssm.study import bench
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from peers import PEERS, measure_peer
 
 pytestmark = pytest.mark.gpu
 
@@ -42,14 +37,14 @@ def test_bandwidth():
     assert bench.device_name()
 
 
-@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+@pytest.mark.parametrize("peer", bench.PEERS, ids=lambda peer: peer.name)
 def test_peers(peer):
     if lack := peer.missing():
         pytest.skip(f"{lack} is not installed")
     layer = next(layer for layer in bench.SHAPES.values() if layer.kind == peer.kind)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # theirs
-        result = measure_peer("tiny", peer, bench.Workload(layer, 2, 4), 1e12, seconds=0)
+        result = bench.measure_peer("tiny", peer, bench.Workload(layer, 2, 4), 1e12, seconds=0)
     assert result.error < ROUNDED
     assert result.state_error < EXACT
     assert 0 < result.microseconds < 1e4

@@ -16,6 +16,7 @@ from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.bench.authors import measure_authors
 from sketchssm.study.bench.device import Workload, compile_all, device_bandwidth, device_name, measure_device
 from sketchssm.study.bench.host import copy_bandwidth, measure_host
+from sketchssm.study.bench.peers import PEERS, measure_peer
 from sketchssm.study.bench.results import BenchResult
 from sketchssm.study.bench.workloads import random_gate, random_plan, spread_ranks, systems
 from sketchssm.study.systems import System
@@ -99,6 +100,7 @@ def time_cases(
     *,
     seconds: float | None = None,
     duty: float = 1.0,
+    peers: bool = False,
     peer_path: Path | None = None,
     seed: int = 0,
     progress: Callable[[str], None] = lambda label: None,
@@ -106,11 +108,12 @@ def time_cases(
     """Time cases one after the other.
 
     `seconds` are spent on each system; by default 0.5, on "cuda" 0.05 of device time. For "cuda", `duty` is that of
-    `typical_times`, and `peer_path`, the folder of the authors' package, adds their sketched decode. `progress` is
-    called with a label before each case, and on "cuda" before compiling.
+    `typical_times`, and `peers` adds the standard decode of other libraries, and
+    `peer_path`, the folder of the authors' package, their sketched decode. `progress` is called with a label before
+    each case, and on "cuda" before compiling.
     """
     if backend == "cuda":
-        return _on_device(cases, 0.05 if seconds is None else seconds, duty, peer_path, seed, progress)
+        return _on_device(cases, 0.05 if seconds is None else seconds, duty, peers, peer_path, seed, progress)
     report = Report(copy_bandwidth())
     spent = 0.5 if seconds is None else seconds
     for case in cases:
@@ -135,11 +138,14 @@ def _on_device(
     cases: Sequence[Case],
     seconds: float,
     duty: float,
+    peers: bool,
     peer_path: Path | None,
     seed: int,
     progress: Callable[[str], None],
 ) -> Report:
     """Cases on the current GPU; what does not fit, and a peer that fails, is reported, and the others are timed."""
+    others = [peer for peer in PEERS if peers and any(case.layer.kind == peer.kind for case in cases)]
+    lacking = {peer: lack for peer in others if (lack := peer.missing())}
     refused = {case.shape: why for case in cases if (why := _refusal(case))}
     cases = [case for case in cases if case.shape not in refused]
     progress("compiling")
@@ -149,6 +155,7 @@ def _on_device(
     bandwidth = device_bandwidth()
     report = Report(bandwidth, device=device_name(), duty=duty, compile_seconds=compiled)
     report.not_timed += [f"{shape} was not timed: {why}" for shape, why in refused.items()]
+    report.not_timed += [f"{peer.name} was not timed: {lack} is not installed." for peer, lack in lacking.items()]
 
     def failed(case: Case, name: str, error: Exception) -> None:
         reason = " ".join(str(error).split())
@@ -163,6 +170,11 @@ def _on_device(
                 report.results.append(timed)
             except MemoryError as error:
                 failed(case, system.name, error)
+        for peer in (peer for peer in others if peer not in lacking and peer.kind == case.layer.kind):
+            try:
+                report.results.append(measure_peer(case.shape, peer, work, bandwidth, seconds=seconds, duty=duty))
+            except (MemoryError, RuntimeError) as error:
+                failed(case, peer.name, error)
         if peer_path is not None and case.plans:
             try:
                 timed = measure_authors(case.shape, case.plans[0], case.batch, bandwidth, peer_path, seconds=seconds)
