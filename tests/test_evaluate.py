@@ -236,22 +236,18 @@ def test_reductions_are_the_byte_model_s(traces):
 
 
 def test_all_run_side_by_side(traces):
-    """Every entry decodes real traces. Exact states are exact at flushes, the others are close."""
-    together = listed(traces)
-    exact = {system.name for system in together[baselines.read_only_systems]}
-    systems = [system for each in together.values() for system in each]
-    assert len({system.name for system in systems}) == len(systems)
-    for result in measured_together(traces, systems):
-        assert 0 < result.output_error < 1
-        assert (result.state_error < 1e-5) == (result.setting in exact)
-
-
-def test_less_traffic_costs_accuracy(traces):
-    """On real traces, settings of one method with fewer bytes have larger errors."""
+    """Every entry decodes real traces. Exact states are exact at flushes, the others are close. Settings of one method
+    with fewer bytes have larger errors.
+    """
+    names = []
     for make, systems in listed(traces).items():
-        groups = [systems[:4], systems[4:]] if make is baselines.read_only_systems else [systems]
-        for group in groups:
-            results = measured_together(traces, group)
-            order = sorted(results, key=lambda result: result.reduction)
-            errors = [result.output_error for result in order]
+        found = measured_together(traces, systems)
+        names += [system.name for system in systems]
+        exact = make is baselines.read_only_systems
+        for result in found:
+            assert 0 < result.output_error < 1
+            assert (result.state_error < 1e-5) == exact
+        for group in (found[:4], found[4:]) if exact else (found,):
+            errors = [result.output_error for result in sorted(group, key=lambda result: result.reduction)]
             assert errors == sorted(errors)
+    assert len(set(names)) == len(names)
