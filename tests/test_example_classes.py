@@ -1,12 +1,9 @@
 """The example's models as classes of transformers, with random weights: two code paths, the same perplexity."""
 
-import importlib
-import sys
-
 import numpy as np
 import pytest
 from samples import relative
-from test_example_lm import LM, tiny
+from test_example_lm import modules, tiny
 from tiny_models import cache_argument, st, torch
 
 import sketchssm as ss
@@ -15,15 +12,7 @@ from sketchssm.calibrate.traces import SHIPPED
 WINDOW = 8
 
 
-@pytest.fixture(scope="module")
-def lm():
-    """The example's modules, imported as its scripts import them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(LM))
-        names = ("recurrence", "model", "prompts", "systems", "figure", "evaluate", "classes")
-        yield {name: importlib.import_module(name) for name in names}
-        for name in names:
-            sys.modules.pop(name, None)
+lm = modules("classes")
 
 
 def random_model(lm, kind):
@@ -66,11 +55,6 @@ def test_calibration(kind, lm):
     assert got.reduction == pytest.approx(want.reduction, rel=1e-6)
 
 
-def sketched(model, plans):
-    """Heads of the example by place, for plans by layer of transformers."""
-    return dict(zip(model.recurrent, plans.values(), strict=True))
-
-
 def stepwise(model, patch, ids, prompt):
     """Logits of a patched model from a prompt's last token on, one token at a time."""
     cache = None
@@ -84,34 +68,30 @@ def stepwise(model, patch, ids, prompt):
     return torch.cat(logits, 1)
 
 
-def check_scores(lm, model, ids, plans, window):
-    """Loss and likeliest tokens of the example, of `evaluate`, and of a patched model step by step."""
-    heads = {place: ss.SketchHead(plan, len(ids), "cpu") for place, plan in sketched(model, plans).items()}
+@pytest.mark.parametrize("kind", SHIPPED)
+def test_text_with_heads(kind, lm):
+    """Loss and likeliest tokens of the example, of `evaluate`, and of a patched model step by step; with sketches from
+    random bases, which change the loss.
+    """
+    model, window = random_model(lm, kind), WINDOW
+    ids, other = tokens(model), lm["classes"].as_transformers(model)
+    plans = {
+        name: ss.SketchPlan(ss.SketchBasis.random(layer.layer, 4, window=window), [1, 2, 3, 4])
+        for name, layer in st.layers(other).items()
+    }
+    heads = {
+        place: ss.SketchHead(plan, len(ids), "cpu")
+        for place, plan in zip(model.recurrent, plans.values(), strict=True)
+    }
     losses, guesses = lm["evaluate"].score_text(model, heads, ids)[:2]
-    other = lm["classes"].as_transformers(model)
     whole = st.evaluate(other, ids, plans, backend="cpu")
     # The first window of zero states is exact: a prompt of one window goes on as the example does.
     patch = st.patch(other, plans, slots=len(ids), backend="cpu")
     logits = stepwise(other, patch, ids, window)[:, :-1].log_softmax(-1)
-    following = ids[:, window:, None]
-    patched = -logits.gather(2, following)[..., 0].double().numpy()
+    patched = -logits.gather(2, ids[:, window:, None])[..., 0].double().numpy()
     assert (logits.argmax(-1).numpy() == guesses[:, window - 1 :]).mean() > 0.995  # near ties
     # How much the heads change the loss of a token, and how much of that the code paths differ by.
     exact = {place: ss.StandardHead(model.layer, len(ids), "cpu") for place in model.recurrent}
     change = np.abs(losses - lm["evaluate"].score_text(model, exact, ids)[0]).mean()
     assert np.abs(patched - losses[:, window - 1 :]).mean() < 0.02 * change
     assert whole.patched_loss == pytest.approx(losses.mean(), abs=0.02 * change)
-    return losses, patched, whole
-
-
-@pytest.mark.parametrize("kind", SHIPPED)
-def test_text_with_heads(kind, lm):
-    """Sketches from random bases, which change the loss."""
-    model = random_model(lm, kind)
-    ids = tokens(model)
-    plans = {}
-    other = lm["classes"].as_transformers(model)
-    for name, layer in st.layers(other).items():
-        basis = ss.SketchBasis.random(layer.layer, 4, window=WINDOW)
-        plans[name] = ss.SketchPlan(basis, [1, 2, 3, 4], window=WINDOW)
-    check_scores(lm, model, ids, plans, WINDOW)

@@ -22,15 +22,22 @@ TINY = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def lm():
-    """The example's modules, imported as its script imports them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(LM))
-        names = ("recurrence", "model", "prompts", "systems", "figure", "runs", "evaluate", "stress", "errors")
-        yield {name: importlib.import_module(name) for name in names}
-        for name in names:
-            sys.modules.pop(name, None)
+def modules(*more):
+    """A fixture: the example's modules, imported as its scripts import them."""
+
+    @pytest.fixture(scope="module")
+    def lm():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(str(LM))
+            names = ("recurrence", "model", "prompts", "systems", "figure", "runs", "evaluate", *more)
+            yield {name: importlib.import_module(name) for name in names}
+            for name in names:
+                sys.modules.pop(name, None)
+
+    return lm
+
+
+lm = modules("stress", "errors")
 
 
 def tiny(lm, kind, dtype=torch.float32):

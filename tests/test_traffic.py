@@ -26,9 +26,17 @@ QUANTISED = [
 ]
 
 
-@pytest.mark.parametrize(("model", "rank", "ratio"), SKETCH)
-def test_paper_sketch(model, rank, ratio):
-    assert round(traffic.reduction(*model, rank), 2) == ratio
+def test_figures_of_the_paper():
+    for model, rank, ratio in SKETCH:
+        assert round(traffic.reduction(*model, rank), 2) == ratio
+    for (_, *size), bits, ratio in QUANTISED:
+        assert round(traffic.standard(*size) / traffic.compressed(*size, bits=bits), 2) == ratio
+    for _, *size in (NANO, SUPER, QWEN, GLM):
+        assert round(traffic.standard(*size) / traffic.replay(*size), 2) == 1.88
+        for sparsity, ratio in ((0.375, 1.60), (0.5, 2.00), (0.625, 2.67), (0.75, 4.00)):
+            assert round(traffic.standard(*size) / traffic.compressed(*size, sparsity=sparsity), 2) == ratio
+    for bits, ratio in ((4, 7.95), (2, 10.36)):
+        assert round(traffic.standard(*NANO[1:]) / traffic.read_only_copy(*NANO[1:], bits), 2) == ratio
 
 
 def test_states_of_16_bits():
@@ -46,31 +54,6 @@ def test_states_of_16_bits():
             *QWEN, ss.FULL_STATE
         )
     refused("state_dtype: expected one of float32, bfloat16, float16, got 'int8'", traffic.standard, *size, "int8")
-
-
-@pytest.mark.parametrize(("model", "bits", "ratio"), QUANTISED)
-def test_paper_quantised(model, bits, ratio):
-    size = model[1:]
-    assert round(traffic.standard(*size) / traffic.compressed(*size, bits=bits), 2) == ratio
-
-
-@pytest.mark.parametrize("model", [NANO, SUPER, QWEN, GLM])
-@pytest.mark.parametrize(("sparsity", "ratio"), [(0.375, 1.60), (0.5, 2.00), (0.625, 2.67), (0.75, 4.00)])
-def test_paper_pruned(model, sparsity, ratio):
-    size = model[1:]
-    assert round(traffic.standard(*size) / traffic.compressed(*size, sparsity=sparsity), 2) == ratio
-
-
-@pytest.mark.parametrize("model", [NANO, SUPER, QWEN, GLM])
-def test_paper_replay(model):
-    size = model[1:]
-    assert round(traffic.standard(*size) / traffic.replay(*size), 2) == 1.88
-
-
-@pytest.mark.parametrize(("bits", "ratio"), [(4, 7.95), (2, 10.36)])
-def test_paper_read_only_copy(bits, ratio):
-    size = NANO[1:]
-    assert round(traffic.standard(*size) / traffic.read_only_copy(*size, bits), 2) == ratio
 
 
 def test_read_by_definition():
