@@ -110,11 +110,12 @@ def test_one_calibration_sequence_is_not_enough(tmp_path):
         traces.fit_part()
 
 
-def test_kind_is_taken_from_argument_then_file(tmp_path):
-    np.savez(tmp_path / "a.npz", **trace_entries("gdn"), kind="gdn")
-    assert Traces.load(tmp_path / "a.npz").layer.kind == "gdn"
+def test_kind_of_the_file(tmp_path):
+    for kind in ("gdn", "kda"):
+        np.savez(tmp_path / f"{kind}.npz", **trace_entries("gdn"), kind=kind)
+    assert Traces.load(tmp_path / "gdn.npz").layer.kind == "gdn"
     with pytest.raises(TraceFileError, match="calib_g: expected shape"):
-        Traces.load(tmp_path / "a.npz", kind="kda")
+        Traces.load(tmp_path / "kda.npz")
 
 
 def changed(name, change):

@@ -97,7 +97,7 @@ class Traces:
         return f"Traces({self.name}, {self.layer}, sequences x tokens: calib={calib}, test={test}, grad={grad})"
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], kind: str | None = None) -> Traces:
+    def load(cls, path: str | os.PathLike[str]) -> Traces:
         """Read a trace file and check all of it.
 
         Entries of other names are not read.
@@ -106,10 +106,7 @@ class Traces:
         ----------
         path : str or PathLike
             An npz file with the entries ``{calib,test}_{q,k,v,g,beta}``, and optionally ``calib_grad``, ``kind`` and
-            ``provenance``.
-        kind : {"mamba2", "gdn", "kda", "gla"}, optional
-            Kind of the recurrence. Default: the ``kind`` entry of the file. Without that entry the shapes decide: no
-            beta is mamba2, a log-decay per channel is kda, anything else gdn.
+            ``provenance``. Without a ``kind`` the shapes decide.
 
         Returns
         -------
@@ -133,7 +130,7 @@ class Traces:
         except Exception as error:  # zipfile and its decompressors raise exceptions of many kinds
             raise TraceFileError(f"{path}: expected an npz archive of plain arrays ({error})") from error
         try:
-            return cls._of(entries, kind, name)
+            return cls._of(entries, name)
         except ValueError as error:
             raise TraceFileError(f"{path}: {error}") from error
 
@@ -179,7 +176,7 @@ class Traces:
             return cls.load(path)
 
     @classmethod
-    def _of(cls, entries: dict[str, Array], kind: str | None, name: str) -> Traces:
+    def _of(cls, entries: dict[str, Array], name: str) -> Traces:
         """Traces of the entries of a file, checked."""
         fields = ["q", "k", "v", "g", *(["beta"] if "calib_beta" in entries or "test_beta" in entries else [])]
         needed = [f"{part}_{field}" for part in ("calib", "test") for field in fields]
@@ -191,7 +188,7 @@ class Traces:
             if key[-1] in "qkv" and arrays[key].ndim != 4:
                 raise ValueError(f"{key}: expected shape (sequences, tokens, heads, dim), got {arrays[key].shape}")
         texts = {key: _text(key, entries[key]) for key in TEXTS if key in entries}
-        layer = _infer_layer(arrays, texts.get("kind") if kind is None else kind)
+        layer = _infer_layer(arrays, texts.get("kind"))
         parts = []
         for part in ("calib", "test"):
             parts.append(Tokens(*(arrays.get(f"{part}_{field}") for field in Tokens._fields)))

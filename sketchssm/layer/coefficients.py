@@ -113,7 +113,7 @@ class CoefficientMap:
 
     @property
     def form(self) -> MapForm:
-        """The fixed part: storage, form of the basis, default parameters."""
+        """The fixed part: storage and default parameters."""
         return FORMS[self.name]
 
     @property
