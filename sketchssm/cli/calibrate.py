@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from sketchssm.cli import options
-from sketchssm.cli.options import AT_LEAST_ONE, NEW_FILE, OLD_FILE, PATH, POSITIVE
+from sketchssm.cli.options import AT_LEAST_ONE, NEW_FILE, NUMBERS, OLD_FILE, PATH, POSITIVE
 
 if TYPE_CHECKING:
     from sketchssm.calibrate.plans import Settings
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     help="Budget of plans with residuals: how many times less traffic than standard decode. Each head gets a rank and "
     "1 to 3 bits, or those of --residual-bits.  [default: 10; --mean-rank 7 for other maps and some methods]",
 )
+@click.option("--sample", type=NUMBERS, help="For --model: tokens for bases and tokens for ranks, instead of --rows.")
+@click.option(
+    "--resume", type=NEW_FILE, help="For --model: file for the sums so far, from which a later run continues."
+)
 @click.option("--keep", type=NEW_FILE, help="For --model: also write its calibration, from which --from makes plans.")
 @click.option("--from", "calibration", type=OLD_FILE, help="Instead of TRACES: a calibration that --keep wrote.")
 @click.option("--import", "imported", type=OLD_FILE, help="For --model: its calibration.pt of the paper's authors.")
@@ -47,6 +52,8 @@ def command(
     out: Path,
     mean_rank: float | None,
     reduction: float | None,
+    sample: tuple[int, ...] | None,
+    resume: Path | None,
     keep: Path | None,
     calibration: Path | None,
     imported: Path | None,
@@ -69,20 +76,25 @@ def command(
     mean_rank = rank if reduction is None else None
     budget: dict[str, Any] = {"mean_rank": mean_rank, "reduction": reduction, "rank_max": rank_max}
     if calibration is not None:
-        options.refuse("with --from", ("keep", "imported", "window"))
+        options.refuse("with --from", ("keep", "imported", "window", "sample", "resume"))
         options.check_files({"--from": calibration}, out=out, json=json_file)
         _from_calibration(calibration, out, settings, Output(json_file), **budget)
         return
     if source is None:
-        options.refuse("without --model", ("keep", "imported"))
+        options.refuse("without --model", ("keep", "imported", "sample", "resume"))
         files = plan_paths(traces, out)
         options.check_files({"TRACES": traces}, out=files, json=json_file)
         _from_traces(traces, files, settings, Output(json_file), **budget)
         return
-    options.check_files({"--text": source.text, "--import": imported}, out=out, keep=keep, json=json_file)
+    options.check_files(
+        {"--text": source.text, "--import": imported}, out=out, keep=keep, resume=resume, json=json_file
+    )
     if imported is not None:
-        options.refuse("with --import", ("text", "rows", "length", "window"))
-    _of_model(source, out, settings, Output(json_file), keep, imported, **budget)
+        options.refuse("with --import", ("text", "rows", "length", "window", "sample", "resume"))
+    if sample is not None:
+        options.refuse("with --sample", ("rows",))
+        source = replace(source, rows=sum(-(-tokens // source.length) for tokens in sample))
+    _of_model(source, out, settings, Output(json_file), keep, imported, {"sample": sample, "resume": resume}, **budget)
 
 
 def _from_traces(
@@ -128,6 +140,7 @@ def _of_model(
     output: Output,
     keep: Path | None,
     imported: Path | None,
+    run: dict[str, Any],
     **budget: Any,
 ) -> None:
     """Make one file with the plans of a model, and a file of its calibration to keep."""
@@ -144,12 +157,12 @@ def _of_model(
         model, rows = source.load(least=2)
         with output.progress("calibrating", progress_steps(len(rows))) as step:
             if keep is None:
-                _write_plans(calibrate(model, rows, progress=step, **chosen), out, output)
+                _write_plans(calibrate(model, rows, progress=step, **run, **chosen), out, output)
                 return
             sizes: Any = {name: chosen[name] for name in ("window", "method", "rank_max")}
             if bits:
                 sizes["sketch_dtype"] = form
-            calibration = collect(model, rows, progress=step, **sizes)
+            calibration = collect(model, rows, progress=step, **run, **sizes)
     if keep is not None:
         calibration.save(keep)  # first: it has taken the time, and a budget may be out of reach
     plans = calibration.plans(**{name: x for name, x in chosen.items() if name not in ("window", "rank_max")})

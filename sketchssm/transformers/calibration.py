@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ from sketchssm.transformers.passes import (
     perturbed,
     without_gradients,
 )
+from sketchssm.transformers.resuming import Resumable, digest_of
 from sketchssm.transformers.text import Ids, check_ids, token_rows
 
 
@@ -42,6 +44,7 @@ def calibrate(
     *,
     tokenizer: Any = None,
     length: int | None = None,
+    sample: tuple[int, int] | None = None,
     mean_rank: float | None = None,
     reduction: float | None = None,
     prompts: Any = None,
@@ -52,6 +55,7 @@ def calibrate(
     residual_bits: int = 0,
     method: str | None = None,
     rank_max: int | None = None,
+    resume: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ModelPlans:
     """Make plans of all recurrent layers of a model, under one budget.
@@ -74,6 +78,9 @@ def calibrate(
         For strings: the model's tokenizer.
     length : int, optional
         Tokens of a row that is cut; default 1024.
+    sample : (int, int), optional
+        Tokens, in whole rows, that fit the bases and that score the ranks; what is left of the text is not used.
+        Default: two thirds and one third of the rows.
     mean_rank : float, optional
         Budget: the read traffic of all heads of all layers at this rank, without residuals. Default: 7 with a `map` or
         a `method` that has no residuals.
@@ -103,6 +110,9 @@ def calibrate(
     rank_max : int, optional
         Largest rank to score, where a layer has as many. A head that needs more reads its full state. Default: 16,
         the most that backend "cuda" takes.
+    resume : str or PathLike, optional
+        File for the sums so far, written about once a minute. If it exists, from a run of the same model, text and
+        settings that was interrupted, the rows in it are skipped. It may be removed when the plans are made.
     progress : callable, optional
         Called with a label before each row, and before the bases are fitted.
 
@@ -114,9 +124,10 @@ def calibrate(
     Raises
     ------
     ValueError
-        If a setting or a token id is out of range, there are fewer than two rows of text, a row is not longer than the
-        window, prompts and answers differ in shape or a prompt has no answer, the model has no known layers, inputs of
-        a layer would let its state grow, or a layer's output has no gradient and the method needs one.
+        If a setting or a token id is out of range, there are fewer than two rows of text or tokens than the sample, a
+        row is not longer than the window, prompts and answers differ in shape or a prompt has no answer, the file to
+        resume has other sums, the model has no known layers, inputs of a layer would let its state grow, or a layer's
+        output has no gradient and the method needs one.
 
     Examples
     --------
@@ -140,6 +151,8 @@ def calibrate(
         text,
         tokenizer=tokenizer,
         length=length,
+        sample=sample,
+        resume=resume,
         scores=("joint",) if joint else ("ranks",),
         prompts=prompts,
         answers=answers,
@@ -160,10 +173,12 @@ def collect(
     *,
     tokenizer: Any = None,
     length: int | None = None,
+    sample: tuple[int, int] | None = None,
     prompts: Any = None,
     answers: Any = None,
     window: int = 16,
     rank_max: int | None = None,
+    resume: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
     scores: Sequence[str] = ("ranks", "joint"),
     sketch_dtype: str = "int8",
@@ -178,7 +193,7 @@ def collect(
     ----------
     model : torch.nn.Module
         A model of transformers for causal language modelling.
-    text, tokenizer, length, prompts, answers, window, rank_max, progress : object
+    text, tokenizer, length, sample, prompts, answers, window, rank_max, resume, progress : object
         As of `calibrate`.
     scores : sequence of {"ranks", "joint"}, default both
         Which scores: "ranks" for plans of a mean rank, "joint" for plans with residuals, which take about ten times
@@ -217,7 +232,7 @@ def collect(
     identity = fingerprint(model)  # before any work: a model with offloaded layers has none
     questions, wanted = _answered(prompts, answers, window + 2)
     check_ids(model, questions, "prompts")
-    fit, score = rows[: len(rows) * 2 // 3], rows[len(rows) * 2 // 3 :]
+    fit, score = _split(rows, sample)
     if method in (None, "gradient"):
         lack = without_gradients(model, score[0][: window + 2])
         if lack and (method or questions):
@@ -229,9 +244,11 @@ def collect(
 
     step = progress or (lambda label: None)
     form: Any = {"bits": tuple(bits), "sketch_dtype": sketch_dtype}
+    settings = identity, window, rank_max, kinds, form, method, len(fit), len(score)
+    run = Resumable(resume, digest_of(settings, [*fit, *score, *questions, *wanted]), step)
     moments = {name: Moments(x.layer, window=window) for name, x in found.items()}
-    for index, row in enumerate(fit):
-        step(f"moments, row {index + 1} of {len(fit)}")
+    run.hold("moments", moments)
+    for row in run.rows("moments", fit):
         forward(model, {name: [own] for name, own in moments.items()}, row)
     step("bases")
     bases = {}
@@ -246,9 +263,10 @@ def collect(
         if "joint" in kinds:
             made[name]["joint"] = JointScores(basis, every=every, **form)
     scored: Sums = {name: list(own.values()) for name, own in made.items()}
+    for kind in kinds:
+        run.hold(kind, {name: own[kind] for name, own in made.items()})
     shares: dict[str, float] = {}
-    for index, row in enumerate(score):
-        step(f"scores, row {index + 1} of {len(score)}")
+    for row in run.rows("scores", score):
         if method == "perturbation":
             shares = shares or perturbation_shares(model, score[0])
             perturbed(model, scored, row, shares)
@@ -256,12 +274,31 @@ def collect(
             (backward if method == "gradient" else forward)(model, scored, row)
     if questions and "joint" in kinds:
         asked = {name: JointScores(basis, **form) for name, basis in bases.items()}
-        for index, (row, marks) in enumerate(zip(questions, wanted, strict=True)):
-            step(f"answers, row {index + 1} of {len(questions)}")
+        run.hold("answers", asked)
+        for row, marks in run.rows("answers", list(zip(questions, wanted, strict=True))):
             backward(model, {name: [own] for name, own in asked.items()}, row, marks)
         made = {name: own | {"answers": asked[name]} for name, own in made.items()}
     parts = {name: LayerCalibration(StoredBasis.of(bases[name]), **own) for name, own in made.items()}
     return Calibration(parts, identity, sum(row.size for row in (*fit, *score)))
+
+
+def _split(rows: list[Ids], sample: tuple[int, int] | None) -> tuple[list[Ids], list[Ids]]:
+    """Rows that fit bases, and rows that score ranks."""
+    if sample is None:
+        return rows[: len(rows) * 2 // 3], rows[len(rows) * 2 // 3 :]
+    parts, start = [], 0
+    for size in check_items("sample", sample, "two numbers of tokens"):
+        stop, left = start, check_size("sample", size)
+        while left > 0 and stop < len(rows):
+            left -= rows[stop].size
+            stop += 1
+        if left > 0:
+            raise ValueError(f"sample: expected at most the {sum(x.size for x in rows)} tokens of rows, got {sample}")
+        parts.append(rows[start:stop])
+        start = stop
+    if len(parts) != 2:
+        raise ValueError(f"sample: expected two numbers of tokens, for bases and for ranks, got {sample}")
+    return parts[0], parts[1]
 
 
 def _answered(prompts: Any, answers: Any, least: int) -> tuple[list[Ids], list[Mask]]:
