@@ -323,8 +323,9 @@ def finish(results, args):
 
 def draw(results, path):
     """Bars of tokens/s, and of the time of a step by kind of kernel, one column for each model."""
-    from matplotlib import pyplot
+    from sketchssm.study.plots import load_pyplot, save
 
+    pyplot = load_pyplot()
     models = list(dict.fromkeys(r["model"] for r in results))
     figure, panels = pyplot.subplots(2, len(models), figsize=(4 * len(models), 6), squeeze=False, layout="constrained")
     for column, model in enumerate(models):
@@ -351,8 +352,7 @@ def draw(results, path):
         bottom.set(ylabel="decode step, ms")
         bottom.set_xticks(range(len(systems)), systems)
     panels[1, 0].legend(fontsize=7)
-    figure.savefig(path)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def main():

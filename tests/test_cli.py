@@ -156,14 +156,18 @@ def test_several_layers_share_a_budget(tmp_path):
 
 
 def test_evaluate_compares_everything(traces, tmp_path):
-    out = tmp_path / "new" / "results.json"
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "out"
     other = write_traces(tmp_path / "layer7.npz", "kda")
-    arguments = ["--ranks", "1,4", "--mean-rank", 2, "--every", 8, *SMALL, "--json", out]
+    arguments = ["--ranks", "1,4", "--mean-rank", 2, "--every", 8, *SMALL, "--out", out, "--plots"]
     result = invoke("evaluate", traces, other, *arguments)
     for title in ("Systems: output error", "Ablations: output error relative to the full method's"):
         assert title in result.output
-    layers = json.loads(out.read_text())["layers"]
+    layers = json.loads((out / "results.json").read_text())["layers"]
     assert [layer["kind"] for layer in layers] == ["gdn", "kda"]
+    assert {path.name for path in out.glob("*.*")} == {
+        *("results.json", "error-against-traffic.png", "drift-of-outputs.png", "drift-of-states.png"),
+    }
 
 
 FEW = ["--systems", "exact,sketch/ridge-*,quantised/dsq-6-bits", "--systems", "ablation/allocation-*"]
@@ -181,11 +185,25 @@ def shipped_slice(path):
     return path
 
 
-def test_evaluate_repeats_to_the_byte(tmp_path):
-    traces = shipped_slice(tmp_path / "slice.npz")
-    for name in ("one", "two"):
-        invoke("evaluate", traces, *FEW, "--json", tmp_path / name)
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+def evaluate_slice(traces, out, *options):
+    """Evaluate few systems; return the contents of all files."""
+    invoke("evaluate", traces, *FEW, "--out", out, *options)
+    return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*.*")}
+
+
+@pytest.fixture(scope="module")
+def sliced(tmp_path_factory):
+    """Traces of a shipped slice, their evaluation's folder, and what the folder has."""
+    folder = tmp_path_factory.mktemp("sliced")
+    traces, out = shipped_slice(folder / "slice.npz"), folder / "one"
+    return traces, out, evaluate_slice(traces, out)
+
+
+def test_evaluate_repeats_to_the_byte(sliced, tmp_path):
+    """Another run gives the same files."""
+    traces, _, made = sliced
+    assert evaluate_slice(traces, tmp_path / "two") == made
+    assert "results.json" in made
 
 
 @pytest.mark.slow
@@ -209,6 +227,18 @@ def test_demo(tmp_path):
     ]
     shown, written = ({tuple(row[:4]): float(row[-1].rstrip("%")) for row in own} for own in rows)
     assert len(shown) == 6 and shown == pytest.approx(written, abs=0.011)
+
+
+def test_missing_matplotlib_is_said_before_any_work(traces, monkeypatch, tmp_path):
+    def refuse(*arguments, **settings):
+        raise AssertionError("worked")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("sketchssm.calibrate.traces.Traces.load", refuse)
+    result = invoke("evaluate", "--out", "x", "--plots", traces, code=2)
+    assert "pip install 'sketchssm-decode[plot]'" in result.output
+    assert {path.name for path in tmp_path.iterdir()} == {traces.name}
 
 
 def test_bench(monkeypatch):

@@ -41,11 +41,13 @@ evaluate good.npz --plan plan --window 4 | --window: has no effect
 evaluate good.npz SMALL[:2] --systems exact,sketch/ridge-* --ranks 2 --seed 1 | --seed: has no effect without
 evaluate good.npz --systems exact --ranks 2 | --ranks: has no effect
 evaluate good.npz --systems exact --map lowrank | --map: has no effect
+evaluate good.npz --format svg | --format: has no effect without --plots
 bench --plan plan --shape qwen3-next | --shape: has no effect with --plan
 calibrate good.npz --out - | --out: expected a file, got -; only --json
 bench --shape qwen3-next --residual-bits 2 | --residual-bits: has no effect without --map subspace
 bench --shape qwen3-next --batch 1 --raw-gate | --raw-gate: has no effect without a decay per channel
 bench --shape nemotron-3-super --batch 1 --rank 65 | mean_ranks: expected at most 64 for nemotron-3-super, got 65
+evaluate good.npz --plots | --out FOLDER
 evaluate good.npz --systems exact,ghosts | got 'ghosts'; there are exact (standard
 evaluate good.npz --systems replay | got 'replay'; did you mean exact/replay?
 evaluate good.npz --systems sketch/ridge-3 --ranks 2 | got 'sketch/ridge-3'; there are sketch (ridge-2, low
@@ -94,6 +96,8 @@ def test_errors_are_one_line_and_exit_code_2(case, files, monkeypatch):
 
 
 ONE_FILE = """
+--json --out    evaluate good.npz --out r --json r/../r/results.json
+--json --out    evaluate good.npz --out r --plots --json r/drift-of-states.png
 --json --plan   evaluate good.npz --plan plan --json here/plan
 --json --plans  evaluate --model folder --text text --plans plan --json plan
 --out TRACES    calibrate good.npz --out here/good.npz
@@ -132,11 +136,11 @@ def test_files_that_cannot_be_written(tmp_path, monkeypatch):
     result = invoke("calibrate", traces, "--out", traces / "below", code=2)
     assert "--out: expected a separate file" in result.stderr
     (tmp_path / "file").touch()
-    result = invoke("evaluate", traces, "--json", tmp_path / "file" / "below", code=2)
-    assert f"--json: expected a file in a folder, got {tmp_path / 'file' / 'below'}" in result.stderr
+    result = invoke("evaluate", traces, "--out", tmp_path / "file" / "below", code=2)
+    assert f"--out: expected a file in a folder, got {tmp_path / 'file' / 'below'}" in result.stderr
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
     for option in ("--out", "--json"):
-        result = invoke("calibrate", traces, "--out", "x", option, tmp_path / "new" / "below", code=2)
+        result = invoke("evaluate", traces, option, tmp_path / "new" / "below", code=2)
         assert f"{option}: expected a folder that can be written, got {tmp_path / 'new'}" in result.stderr
 
 

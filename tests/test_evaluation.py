@@ -1,5 +1,6 @@
 """The whole evaluation: its systems, measurements and kept results."""
 
+import json
 import math
 
 import numpy as np
@@ -231,8 +232,10 @@ def test_settings_are_checked_before_anything_is_measured(tmp_path, settings, me
         Study(good.traces, Settings(WINDOW, method=settings.get("method")), **chosen)
 
 
-def test_results_for_json(tmp_path):
-    [layer] = evaluated(study_of(tmp_path)).plain("1")["layers"]
+def test_files(tmp_path):
+    found = evaluated(study_of(tmp_path))
+    results = json.loads(found.save(tmp_path / "new" / "out", "1").read_text())
+    [layer] = results["layers"]
     assert (layer["name"], layer["kind"], layer["heads"]) == ("a", "gdn", 4)
     sketch = next(s for s in layer["systems"] if s["setting"] == "ridge-3")
     assert len(sketch["head_retained"]) == 4

@@ -75,7 +75,7 @@ def test_commands_name_this_distribution():
         for name, extras in re.findall(r"""(sketchssm[\w-]*|'\.)\[([a-z\d,]+)\]['"]""", path.read_text("utf-8")):
             assert name in (project["name"], "'."), path
             named |= set(extras.split(","))
-    assert {"transformers", "cuda13", "test"} <= named <= set(project["optional-dependencies"])
+    assert {"plot", "transformers", "cuda13", "test"} <= named <= set(project["optional-dependencies"])
 
 
 @pytest.mark.parametrize(

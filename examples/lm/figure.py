@@ -14,24 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's palette: told apart with any colour vision."""
-
-MARKERS = "osD^vPX"
-
-STYLE = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#dddddd",
-    "grid.linewidth": 0.6,
-    "font.size": 10,
-    "legend.frameon": False,
-    "figure.dpi": 130,
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "sketchssm",  # fixed names of clip paths and markers, so that files repeat to the byte
-}
+from sketchssm.study.figures import COLOURS, MARKERS, STYLE, load_pyplot, save
 
 UPPER = ("perplexity", "divergence")
 """Measures of the upper row: increase of perplexity, or divergence of the next token's distribution."""
@@ -70,9 +53,7 @@ class Comparison:
 
 def draw(comparisons, path, upper_row="perplexity"):
     """Draw comparisons side by side into a PNG or SVG file, with one of the measures `UPPER` in the upper row."""
-    from matplotlib import pyplot
-
-    diverges = upper_row == "divergence"
+    pyplot, diverges = load_pyplot(), upper_row == "divergence"
     families = list(dict.fromkeys(x.family for each in comparisons for x in each.results))
     if diverges:  # exact systems diverge by rounding alone
         families.remove("exact")
@@ -121,9 +102,7 @@ def draw(comparisons, path, upper_row="perplexity"):
         below = (0.19 * -(-len(labels) // columns) + 0.2) / size[1]
         figure.tight_layout(rect=(0, below, 1, 1))
         figure.legend(handles, labels, loc="lower center", ncols=columns, fontsize=9)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-        pyplot.close(figure)
-        return path
+        return save(figure, path)
 
 
 def load(names):

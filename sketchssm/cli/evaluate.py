@@ -13,7 +13,7 @@ import numpy as np
 
 import sketchssm
 from sketchssm.cli import options
-from sketchssm.cli.options import AT_LEAST_ONE, COUNT, NUMBERS, PATH
+from sketchssm.cli.options import AT_LEAST_ONE, COUNT, NEW_FOLDER, NUMBERS, PATH
 from sketchssm.study.tasks import TASKS, Prompts, make_prompts
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sketchssm.transformers.loading import ModelText
 
 TRACE_OPTIONS = (
-    *("systems", "plan_file", "ranks", "mean_rank", "every", "seed"),
+    *("systems", "plan_file", "ranks", "mean_rank", "every", "seed", "out", "plots", "suffix"),
     *options.MAP_SETTINGS,
 )
 """Names of the options that have no effect on a model; the seed has one on tasks."""
@@ -96,6 +96,24 @@ def _task(text: str) -> str:
 @options.map_settings
 @options.backend
 @options.seed
+@click.option(
+    "--out",
+    type=NEW_FOLDER,
+    help="Write results.json into this folder.",
+)
+@click.option(
+    "--plots",
+    is_flag=True,
+    callback=options.needs_matplotlib,
+    help="Draw pictures into the folder of --out (needs matplotlib).",
+)
+@click.option(
+    "--format",
+    "suffix",
+    type=click.Choice(["png", "svg"]),
+    default="png",
+    help="Format of the pictures of --plots.",
+)
 @options.model_options
 @click.option("--plans", help="For --model: file or folder of plans, or the exact systems standard or replay.")
 @options.gather(
@@ -133,6 +151,9 @@ def command(
     settings: Settings,
     backend: str,
     seed: int,
+    out: Path | None,
+    plots: bool,
+    suffix: str,
     source: ModelText | None,
     plans: str | None,
     asked: Recall | None,
@@ -156,12 +177,21 @@ def command(
         _of_model(source, plans, asked, seed, backend, Output(json_file))
         return
     options.refuse("without --model", ("plans", "tasks"))
+    if plots and out is None:
+        raise click.UsageError("--plots: expected --out FOLDER to draw into")
+    if not plots:
+        options.refuse("without --plots", ("suffix",))
     from sketchssm.calibrate.traces import Traces, named_errors
     from sketchssm.cli.output import Output
     from sketchssm.study.evaluate import Study, evaluate, select
+    from sketchssm.study.evaluate.evaluation import RESULT_FILE
     from sketchssm.study.evaluate.tables import all_tables
+    from sketchssm.study.plots import draw, picture_files
 
-    options.check_files({"TRACES": traces, "--plan": plan_file}, json=json_file)
+    files = [] if out is None else [out / RESULT_FILE]
+    if out is not None and plots:
+        files += picture_files(out, f".{suffix}")
+    options.check_files({"TRACES": traces, "--plan": plan_file}, out=files, json=json_file)
     output = Output(json_file)
     plans_of = [None for _ in traces] if plan_file is None else _plans_of(traces, plan_file)
     names = [name.strip() for names in systems for name in names.split(",")]
@@ -183,6 +213,11 @@ def command(
     for table in all_tables(found.layers):
         output.table(*table)
     output.finish(found.plain(sketchssm.__version__))
+    written = [] if out is None else [found.save(out, sketchssm.__version__)]
+    if out is not None and plots:
+        written += draw(found.layers, out, f".{suffix}").values()
+    if written:
+        output.say("\nWritten: " + ", ".join(map(str, written)))
 
 
 def _plans_of(traces: Sequence[Path], file: Path) -> list[SketchPlan]:

@@ -44,6 +44,7 @@ NOT_NEGATIVE = FiniteRange(min=0)
 AT_LEAST_ONE = FiniteRange(min=1)
 PATH = click.Path(path_type=Path)
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)
+NEW_FOLDER = click.Path(file_okay=False, path_type=Path)
 OLD_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 OLD_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -71,6 +72,15 @@ def _number(text: str) -> int:
 
 
 NUMBERS = Commas("n,n,...", _number)
+
+
+def needs_matplotlib(context: click.Context, param: click.Parameter, value: Any) -> Any:
+    """Check for matplotlib before any work if an option needs it: a callback of the option."""
+    if value:
+        from sketchssm.study import figures
+
+        figures.load_pyplot()
+    return value
 
 
 def check_backend(context: click.Context, param: click.Parameter, value: str | None) -> str | None:

@@ -44,6 +44,9 @@ MAX_WINDOW = 64
 MAX_ELEMENTS = 1 << 40
 """Most elements of a slot's state: no machine holds more, and kernels compute offsets in 64 bits."""
 
+ROUNDING = 1e-5
+"""Relative errors of outputs and states below this value are float32 rounding."""
+
 PAD_SLOT = -1
 """Slot of a padding row. No memory is read or written for the row, and its output is zeros."""
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from sketchssm.calibrate.traces import named_errors
+from sketchssm.plans.files import write_whole
 from sketchssm.study.evaluate.measure import Measurement, measure, rounded
 from sketchssm.study.evaluate.registry import Entry
 from sketchssm.study.evaluate.study import Study
+
+RESULT_FILE = "results.json"
+"""File of `Evaluation.save`."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,13 @@ class Evaluation:
             for layer in self.layers
         ]
         return {"version": version, "settings": self.settings, "layers": layers}
+
+    def save(self, folder: Path, version: str) -> Path:
+        """Write ``results.json`` into a folder, and return the file."""
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.plain(version), indent=1, allow_nan=False) + "\n"
+        write_whole(folder / RESULT_FILE, text.encode())
+        return folder / RESULT_FILE
 
 
 def evaluate(
