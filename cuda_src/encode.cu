@@ -3,8 +3,8 @@
 // flush/config.cuh).
 //
 // Takes the rows of a call whose windows are at their beginning. A block has one (row, head) at a time, with the state
-// in registers, while the next state is copied to shared memory. encode/basis.cuh has the sketch, encode/residual.cuh
-// the residual.
+// in registers, while the next state is copied to shared memory if there is room. encode/basis.cuh has the sketch,
+// encode/residual.cuh the residual.
 //
 // -D constants: read.cu's.
 #include "encode/residual.cuh"
@@ -32,9 +32,14 @@ struct RowStage {
     }
 };
 
+// Whether the blocks of a multiprocessor have room for them, beside 3 KB for static shared memory and the system; else
+// warps read the state where it is.
+constexpr bool STAGED =
+    (sizeof(EncodeMemory) + ENCODERS * sizeof(RowStage) + 3072) * ENCODE_BLOCKS <= MOST_SHARED + 1024;
+
 struct BlockMemory {
     EncodeMemory encode;
-    RowStage stages[ENCODERS];
+    RowStage stages[STAGED ? ENCODERS : 1];
 };
 
 #ifndef SIZES_ONLY
@@ -68,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(32 * ENCODERS, ENCODE_BLOCKS)
     extern __shared__ uint4 shared[];
     BlockMemory& m = *reinterpret_cast<BlockMemory*>(shared);
     __shared__ short rows[MAX_ROWS];
-    RowStage& stage = m.stages[threadIdx.x / 32];
+    RowStage& stage = m.stages[STAGED ? threadIdx.x / 32 : 0];
     wait_for_previous_kernel();
     allow_next_kernel();
     const int count = list_rows(*schedule, {cursor, cursor_stride}, batch, rows), tiles = SKETCHED_HEADS * count;
@@ -79,12 +84,13 @@ extern "C" __global__ void __launch_bounds__(32 * ENCODERS, ENCODE_BLOCKS)
         if (tile >= tiles) return make_int2(0, -1);
         return make_int2(order[FULL_STATE_HEADS + tile / count], schedule->slots[rows[tile % count]]);
     };
-    auto fetch = [&](const int2& tile) {
-        if (tile.y < 0) return;
-        stage.fetch(Strided<const state_t>{state, state_stride}.of(tile.y) +
-                    (tile.x * V + encoder_thread() / 32 * 16) * K);
+    auto rows_of = [&](const int2& tile) {  // those of this warp
+        return Strided<const state_t>{state, state_stride}.of(tile.y) +
+               (tile.x * V + encoder_thread() / 32 * 16) * K;
     };
-    auto at = [&](int row, int channel) { return stage.at(row, channel); };
+    auto fetch = [&](const int2& tile) {
+        if (STAGED && tile.y >= 0) stage.fetch(rows_of(tile));
+    };
     int2 coming = find(0);
     fetch(coming);
 #pragma unroll 1
@@ -93,7 +99,12 @@ extern "C" __global__ void __launch_bounds__(32 * ENCODERS, ENCODE_BLOCKS)
         coming = find(n);
         const int4 info = heads[now.x];
         sketch_t* const packed = Strided<sketch_t>{sketch, sketch_stride}.of(now.y) + info.y;
-        stage.wait();
+        [[maybe_unused]] const state_t* home = STAGED ? nullptr : rows_of(now);
+        auto at = [&](int row, int channel) {
+            if constexpr (STAGED) return stage.at(row, channel);
+            else return home + row * K + channel;
+        };
+        if (STAGED) stage.wait();
         encode_state(m.encode, at, basis, packed, info, [&] {
             __syncwarp();
             fetch(coming);
