@@ -1,9 +1,9 @@
 """Evaluate every system on trace files and keep the table: the results of `sketchssm evaluate` without those per head.
 
-    python benchmarks/evaluate_traces.py traces/*.npz --out build/evaluation
+    python benchmarks/evaluate_traces.py traces/*.npz
 
-The folder of --out keeps finished parts for a later run; the table goes to --json, by default
-benchmarks/results/evaluate-traces.json. Other options are those of `sketchssm evaluate`:
+The table goes to --json, by default benchmarks/results/evaluate-traces.json. Other options are those of
+`sketchssm evaluate`:
 
     python benchmarks/evaluate_traces.py traces/*.npz sketchssm/calibrate/data/*.npz --window 32 \\
         --ranks 10,12,14,16,18 --json benchmarks/results/evaluate-traces-w32.json
@@ -32,7 +32,7 @@ def table(results):
     """Results of each layer, one row per system: errors, and errors over tokens. Results per head are left out."""
     layers = []
     for layer in results["layers"]:
-        facts = {name: value for name, value in layer.items() if name not in ("systems", "curves", "digest")}
+        facts = {name: value for name, value in layer.items() if name != "systems"}
         systems = {
             f"{s['family']}/{s['setting']}": {name: s[name] for name in KEPT if s[name] is not None}
             | {f"{name}_over_tokens": short(s["drift"][name]) for name in ("output_error", "state_error")}
@@ -45,12 +45,11 @@ def table(results):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("traces", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("build/evaluation"))
     parser.add_argument("--json", type=Path, default=HERE / "results" / "evaluate-traces.json")
     arguments, options = parser.parse_known_args()
-    page = arguments.out / "report.html"
-    written = ["--out", str(arguments.out), "--plots", "--report", str(page)]
-    sketchssm(["evaluate", *map(str, arguments.traces), *written, *options], standalone_mode=False)
+    sketchssm(
+        ["evaluate", *map(str, arguments.traces), *options, "--json", str(arguments.json)], standalone_mode=False
+    )
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=True
     )
@@ -61,7 +60,7 @@ def main():
         "device": "CPU",
         "command": shlex.join(["python", "benchmarks/evaluate_traces.py", *names, *options]),
     }
-    kept = about | table(json.loads((arguments.out / "results.json").read_text()))
+    kept = about | table(json.loads(arguments.json.read_text()))
     # lists of numbers on one line each
     text = re.sub(r"\[[^][{}]+\]", lambda found: " ".join(found[0].split()), json.dumps(kept, indent=1))
     arguments.json.write_text(text + "\n")
