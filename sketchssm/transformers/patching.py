@@ -354,7 +354,7 @@ class _HeadHandler:
         self.head.flush(slots)
         if self.head.backend == "cuda":
             return self._turned(torch.from_dlpack(self.head.state)[slots])
-        return self._turned(torch.from_numpy(self.head.state[slots.numpy()]))
+        return self._turned(torch.from_numpy(self.head.state[slots.cpu().numpy()]))
 
 
 class _Rows:
