@@ -53,6 +53,8 @@ def test_optimal_by_the_papers_loss(kind, rng):
     basis = ss.fit_basis(moments)
     check_orthonormal(basis)
     assert (basis.retained <= 1).all()
+    first = basis.omega[..., 0]  # its sign, and with it that of the following columns, does not depend on LAPACK
+    assert (np.take_along_axis(first, np.abs(first).argmax(axis=-1)[:, None], axis=-1) > 0).all()
     for head in range(basis.layer.heads):
         e0 = moments.state_gram[head] / moments.samples[head]
         queries = moments.query_gram[head] / moments.samples[head]
