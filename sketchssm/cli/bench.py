@@ -75,7 +75,7 @@ BATCHES = {"cuda": (1, 8, 32, 128, 256, 512), "cpu": (1, 8, 32)}
 @click.option(
     "--peer-path",
     type=OLD_FOLDER,
-    help="Folder with the authors' package (SNU-ARC/SketchSSM): time its gdn kernels as well.",
+    help="Folder with the authors' package (SNU-ARC/SketchSSM): time its kernels as well.",
 )
 @click.option("--calibrate", is_flag=True, help="Time moments, rank scores and joint scores, instead of decode.")
 @options.backend

@@ -8,7 +8,7 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-from sketchssm.layer.recurrence import FULL_STATE, Layer
+from sketchssm.layer.recurrence import FULL_STATE
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.bench.results import BenchResult, step_bytes
 from sketchssm.study.systems import sketch_system
@@ -21,37 +21,45 @@ LIMIT = 300
 """Seconds for compiling and timing one case."""
 
 
-def unsupported(layer: Layer, plan: SketchPlan) -> str:
-    """Why a plan of ours has no counterpart among the kernels that are timed; empty if it has."""
-    if not layer.erases or layer.channel_decays or (layer.key_dim, layer.value_dim) != (128, 128):
-        return "only their gdn kernels, K = V = 128, are timed"
-    if plan.window % 16 or (plan.ranks == FULL_STATE).any():
-        return "only windows of a multiple of 16 and ranks without full states are timed"
-    return ""
-
-
-def measure_authors(
-    shape: str, plan: SketchPlan, batch: int, bandwidth: float, folder: Path, *, seconds: float = 0.05
-) -> BenchResult:
-    """Time their step with a plan's ranks and window; `folder` holds their package ``sketchssm``.
-
-    A step is their decode function: l2norm, gates, ring, read or flush; not the rotation of queries and keys. Bytes
-    are those of our sketch with the same ranks. RuntimeError if the process fails or its results are wrong.
-    """
-    if why := unsupported(plan.layer, plan):
-        raise RuntimeError(why)
+def process(
+    plan: SketchPlan, batch: int, folder: Path, seconds: float, duty: float
+) -> subprocess.CompletedProcess[str]:
+    """Run `authors_process` in the folder of their package, with the layer, ranks and window of a plan."""
+    layer = plan.layer
+    sizes = layer.heads, layer.key_heads, layer.key_dim, layer.value_dim
     given = {
-        "batch": batch,
-        "heads": plan.layer.heads,
-        "key_heads": plan.layer.key_heads,
-        "window": plan.window,
-        "ranks": plan.ranks.tolist(),
+        "kind": layer.kind,
+        "sizes": [batch, *sizes, plan.window, plan.ranks.tolist()],
         "seconds": seconds,
+        "duty": duty,
     }
     program = resources.files("sketchssm.study.bench").joinpath("authors_process.py").read_text()
     command = [sys.executable, "-c", program, json.dumps(given)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT, check=False)
+
+
+def measure_authors(
+    shape: str,
+    plan: SketchPlan,
+    batch: int,
+    bandwidth: float,
+    folder: Path,
+    *,
+    seconds: float = 0.05,
+    duty: float = 1.0,
+) -> BenchResult:
+    """Time their step with a plan's ranks and window; `folder` holds their package ``sketchssm``.
+
+    `authors_process` says what a step is. `seconds` and `duty` are as for `measure_device`. Bytes are those of our
+    sketch with the same ranks. RuntimeError if they have no such kernel, the process fails or its results are wrong.
+    """
+    layer = plan.layer
+    if layer.channel_decays and not layer.erases:
+        raise RuntimeError("there are no kernels of theirs for gla")
+    if ((plan.ranks == FULL_STATE) | (plan.ranks == layer.key_dim)).any():
+        raise RuntimeError("only ranks below K, without full states, are timed")
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT, check=False)
+        done = process(plan, batch, folder, seconds, duty)
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"no result within {LIMIT} seconds") from error
     if done.returncode:
@@ -60,6 +68,6 @@ def measure_authors(
     if not max(found["errors"]) < WRONG:
         raise RuntimeError(f"errors of {found['errors'][0]:.1e} (outputs) and {found['errors'][1]:.1e} (states)")
     name = f"SNU-ARC sketch G={number(plan.mean_rank)}"
-    needed = step_bytes(sketch_system(plan, name), plan.layer, batch, plan.window, on_device=True)
+    needed = step_bytes(sketch_system(plan, name), layer, batch, plan.window, on_device=True)
     errors = (found["errors"][0], found["errors"][1])
     return BenchResult.of((shape, name, "peer"), batch, found["positions"], needed, bandwidth, errors, 0.0)

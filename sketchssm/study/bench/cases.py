@@ -177,8 +177,8 @@ def _on_device(
                 failed(case, peer.name, error)
         if peer_path is not None and case.plans:
             try:
-                timed = measure_authors(case.shape, case.plans[0], case.batch, bandwidth, peer_path, seconds=seconds)
-                report.results.append(timed)
+                plan, settings = case.plans[0], {"seconds": seconds, "duty": duty}
+                report.results.append(measure_authors(case.shape, plan, case.batch, bandwidth, peer_path, **settings))
             except RuntimeError as error:
                 failed(case, "SNU-ARC/SketchSSM", error)
     return report
