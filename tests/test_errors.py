@@ -5,10 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger import Ledger
-from samples import LAYERS, one_block, plan_of, refused, states_of, tokens_of
+from samples import LAYERS, at, one_block, plan_of, refused, states_of, tokens_of
 
 import sketchssm as ss
 from sketchssm.layer.recurrence import FULL_STATE
+from sketchssm.layer.slots import LEAST_SAMPLES
+from sketchssm.reference.recurrence import per_head
 from sketchssm.serving.errors import ErrorLog
 
 WINDOW, SLOTS = 4, 3
@@ -45,7 +47,7 @@ def test_errors_of_reads_at_flush_tokens(backend, layer, form, rng):
 
 
 OPERATIONS = st.one_of(
-    st.tuples(st.just("step"), st.permutations(range(SLOTS)), st.integers(1, 6)),
+    st.tuples(st.just("step"), st.permutations(range(SLOTS)), st.integers(1, 6 * WINDOW)),
     st.tuples(st.just("draft"), st.permutations(range(SLOTS)), st.integers(1, WINDOW - 1)),
     *(
         st.tuples(st.just(name), st.permutations(range(SLOTS)), st.integers(1, SLOTS))
@@ -60,13 +62,16 @@ OPERATIONS = st.one_of(
     operations=st.lists(OPERATIONS, min_size=3, max_size=8),
     phase=st.sampled_from([None, 1]),
     monitor=st.integers(1, 3),
+    tolerance=st.sampled_from([None, 1e-2, 1e-6]),
     seed=st.integers(0, 99),
 )
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_any_sequence_of_calls(backend, kind, operations, phase, monitor, seed):
-    """Requests carry their sums: through copies and snapshots, until the slot's next one."""
+def test_any_sequence_of_calls(backend, kind, operations, phase, monitor, tolerance, seed):
+    """Requests carry their sums, and exact reads if they are above the tolerance: through copies and snapshots, until
+    the slot's next one.
+    """
     layer, rng = LAYERS[kind], np.random.default_rng(seed)
-    ledger = ledger_of(layer, backend, monitor=monitor, phase=phase)
+    ledger = ledger_of(layer, backend, monitor=monitor, tolerance=tolerance, phase=phase)
     for name, slots, count in operations:
         call(ledger, rng, name, slots, count)
         ledger.check(TOLERANCE[backend])
@@ -78,11 +83,13 @@ def call(ledger, rng, name, slots, count):
     if name == "step":
         ledger.step(tokens_of(rng, layer, 2, count), slots[:2])
     elif name == "draft":
-        head.step(*tokens_of(rng, layer, 2, count), slots=slots[:2], draft=True)
-        head.commit([0, 0], slots[:2])
+        tokens = tokens_of(rng, layer, 2, count)
+        head.step(*tokens, slots=slots[:2], draft=True)
         for slot in slots[:2]:
             if not head.position[slot]:
                 ledger.rings[slot] = []
+        head.commit([0, 1], slots[:2])
+        ledger.rings[slots[1]].append(per_head(layer, at(tokens, (1, 0))))
     elif name == "flush":
         head.flush(some)
         for slot in some:
@@ -100,6 +107,62 @@ def call(ledger, rng, name, slots, count):
         states = (states_of(rng, layer, count),) if name == "load_state" else ()
         getattr(head, name)(*states, some)
         ledger.clear(some)
+
+
+def test_exact_reads_go_on_through_all_calls(backend, layer, rng):
+    """Kept drafts, flushes, copies and snapshots in between; the last three calls end them."""
+    ledger, some = ledger_of(layer, backend, tolerance=1e-9, phase=1), [0, 1, 2]
+    call(ledger, rng, "step", some, LEAST_SAMPLES * WINDOW + 2)
+    assert ledger.exact.tolist() == [True, True, False]
+    for name in ("draft", "step", "draft", "draft", "flush", "step", "take", "draft", "copy", "snapshot", "step"):
+        call(ledger, rng, name, some, 2)
+        ledger.check(TOLERANCE[backend])
+    assert ledger.exact[:2].all()
+    for name, slot in (("adopt", 0), ("load_state", 1), ("reset", 0)):
+        call(ledger, rng, name, [slot], 1)
+        ledger.check(TOLERANCE[backend])
+    assert not ledger.exact.any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_requests_above_the_tolerance_continue_exactly(backend, layer, form, rng):
+    """From the token after the fourth measured flush on; a request below it decodes as without a tolerance."""
+    tokens, states = tokens_of(rng, layer, 2, 9 * WINDOW), states_of(rng, layer, 2)
+    tokens.g[...] *= 0.1
+    change = LEAST_SAMPLES * WINDOW
+    first = at(tokens, np.s_[:, :change])
+
+    def decoded(head, given):
+        head.load_state(states, [0, 1])
+        return head.step(*given, slots=[0, 1])
+
+    watched = ledger_of(layer, backend, form).head
+    decoded(watched, first)
+    sums = watched.errors([0, 1])
+    errors = sums.error.sum(1) / sums.energy.sum(1)
+    over, under = np.argsort(-errors)
+    sketched, exact = decoded(watched, tokens), decoded(ss.StandardHead(layer, 2, "reference"), tokens)
+    head = ledger_of(layer, backend, form, tolerance=errors[over] * (1 - 1e-6)).head
+    out, found = decoded(head, tokens), head.errors([over, under])
+    assert found.exact[0] and found.samples[0] == LEAST_SAMPLES
+    np.testing.assert_array_equal(found.error[0], sums.error[over])
+    np.testing.assert_array_equal(out[over, :change], sketched[over, :change])
+    np.testing.assert_allclose(
+        out[over, change:], exact[over, change:], rtol=0, atol=3 * TOLERANCE[backend] * abs(exact).max()
+    )
+    assert abs(sketched - exact)[over, change:].max() > 1e-3 * abs(exact).max()
+    before = change if found.exact[1] else None
+    np.testing.assert_array_equal(out[under, :before], sketched[under, :before])
+
+
+def test_heads_without_a_tolerance_drop_exact_reads(backend, layer, rng):
+    head = ledger_of(layer, backend, tolerance=1e-9).head
+    head.step(*tokens_of(rng, layer, 2, LEAST_SAMPLES * WINDOW))
+    other, snapshot = ledger_of(layer, backend).head, head.snapshot([1])
+    for restored in (head, other):
+        restored.restore(snapshot, [2])
+    assert head.errors([2]).exact.all() and not other.errors().exact.any()
+    assert not other.snapshot().arrays["cursor"].any()
 
 
 def test_memory_of_the_caller(backend, layer, rng):
@@ -142,6 +205,10 @@ def test_refusals(layer):
     plan = ledger_of(layer, "reference").plan
     for monitor in (-1, 1.5, True, None):
         refused("monitor: expected an integer from 0 to", ss.SketchHead, plan, 1, "reference", monitor=monitor)
+    for tolerance in (0, -1.0, np.nan, np.inf, True, "1"):
+        refused("tolerance: expected a finite number above 0, or None, got", ss.SketchHead, plan, 1, "reference",
+                monitor=1, tolerance=tolerance)  # fmt: skip
+    refused("tolerance: expected None without a monitor", ss.SketchHead, plan, 1, "reference", tolerance=0.1)
     refused("monitor: expected a head with monitor=1 or more, got", ss.SketchHead(plan, 1, "reference").errors)
     head = ss.SketchHead(plan, 2, "reference", monitor=1)
     assert np.isnan(head.errors().relative)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from math import inf
 from typing import Any
 
 import numpy as np
 
 from sketchssm.arrays.gates import GateInput
-from sketchssm.layer.checks import ACTIVATIONS, check_dtype_name
+from sketchssm.layer.checks import ACTIVATIONS, check_dtype_name, check_number
 from sketchssm.layer.recurrence import PAD_SLOT, check_choice, check_integer
 from sketchssm.layer.slots import MAX_DRAFTS
 
@@ -31,6 +32,7 @@ class EngineOptions:
     drafts: int = 0
     pad_slot: int = PAD_SLOT
     monitor: int = 0
+    tolerance: float | None = None
     why: str = ""
 
     def __post_init__(self) -> None:
@@ -45,6 +47,7 @@ class EngineOptions:
             )
         check_integer("drafts", self.drafts, 0, MAX_DRAFTS)
         check_integer("monitor", self.monitor, 0, 1 << 16)
+        check_tolerance(self.tolerance, self.monitor)
         pad = self.pad_slot
         if isinstance(pad, bool) or not isinstance(pad, int | np.integer) or abs(pad) >= 1 << 31:
             raise ValueError(f"pad_slot: expected an integer of 32 bits, got {pad!r}")
@@ -53,6 +56,15 @@ class EngineOptions:
         """Defaults, by name, of the options that differ from them."""
         defaults = {field.name: field.default for field in fields(self) if field.name != "why"}
         return {name: default for name, default in defaults.items() if getattr(self, name) != default}
+
+
+def check_tolerance(tolerance: Any, monitor: int) -> None:
+    """Check the error above which a request is read exactly; None is any error."""
+    if tolerance is None:
+        return
+    check_number("tolerance", tolerance, "a finite number above 0, or None", lambda x: 0 < x < inf)
+    if not monitor:
+        raise ValueError(f"tolerance: expected None without a monitor, which measures errors, got {tolerance}")
 
 
 DEFAULTS = EngineOptions()

@@ -9,13 +9,25 @@ import numpy as np
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import COMMIT, DRAFT, FLUSH, STEP, Record
 from sketchssm.cpu.simd import integers, short_integers
-from sketchssm.layer.slots import DRAFTED_SHIFT, DUE, POSITION
+from sketchssm.layer.slots import DRAFTED_SHIFT, DUE, EXACT, POSITION
 
 
 @njit
 def _word(m: Record, slot: int) -> Any:
     """Cursor word of a slot."""
     return np.int64(short_integers(m.cursor)[slot * m.cursor_stride])
+
+
+@njit
+def is_exact(m: Record, slot: int) -> bool:
+    """Whether every plain token flushes a slot."""
+    return (_word(m, slot) & EXACT) != 0
+
+
+@njit
+def make_exact(m: Record, slot: int) -> None:
+    """Let every plain token flush a slot from now on."""
+    short_integers(m.cursor)[slot * m.cursor_stride] = _word(m, slot) | EXACT
 
 
 @njit
@@ -47,7 +59,7 @@ def flushes(m: Record, row: int) -> bool:
 @njit
 def _flushes(m: Record, word: int, tokens: int) -> bool:
     """Whether a word is due, or `tokens` more tokens fill its ring."""
-    return (word & DUE) != 0 or (word & POSITION) + tokens >= m.window
+    return (word & (DUE | EXACT)) != 0 or (word & POSITION) + tokens >= m.window
 
 
 @njit
@@ -74,9 +86,9 @@ def advance(m: Record) -> None:
             continue
         own = _word(m, slot)
         if m.task == COMMIT:
-            own = (own & (POSITION | DUE)) + accepted(m, row)
+            own = (own & (POSITION | DUE | EXACT)) + accepted(m, row)
         elif m.task == FLUSH or flushes(m, row):
-            own = 0
+            own = own & EXACT
         else:
             own = (own & POSITION) + (1 if m.task == STEP else 0)
         if m.task == DRAFT:

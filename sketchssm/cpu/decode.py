@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from sketchssm.cpu.cursors import accepted, advance, flushes, position
+from sketchssm.cpu.cursors import accepted, advance, flushes, make_exact, position
+from sketchssm.cpu.errors import add_error, exceeds, measures
 from sketchssm.cpu.fold import fold_block, prepare_fold, prepare_keys, reflects
 from sketchssm.cpu.jit import Kernel, njit, pasted
 from sketchssm.cpu.layout import DRAFT, FLOAT32, FLUSH, REBUILD, STEP, Record, areas_record, blank, call_record
@@ -50,6 +51,10 @@ def window_kernel(context: int, areas: int, worker: int) -> None:
 @pasted
 def _advance(m: Record) -> None:
     """Advance the cursors after a task, and go to the next token."""
+    if m.task == STEP and m.tolerance > 0.0:
+        for row in range(m.batch):
+            if flushes(m, row) and exceeds(m, integers(m.rows)[row]):
+                make_exact(m, integers(m.rows)[row])
     if m.task != REBUILD:
         advance(m)
     m.token += 1
@@ -103,7 +108,7 @@ def _flush_and_read(m: Record, at: Record, buf: Pointer, slot: int, row: int, cu
             _fold(m, at, buf, slot, key_head, cursor, NO_OUTPUT)
         read_drafts(m, at, buf, slot, place, 0, integers(m.counts)[row], key_head, key_head + 1)
     else:
-        if _measures(m, slot, key_head * m.group):
+        if measures(m, slot, key_head * m.group):
             read(m, at, buf, slot, place, cursor, key_head, key_head + 1, floats(m.reach), slot * m.reach_stride)
         else:
             buffer_token(m, at, buf, slot, place, cursor, key_head, key_head + 1)
@@ -144,7 +149,7 @@ def _fold(m: Record, at: Record, buf: Pointer, slot: int, key_head: int, count: 
         if place != NO_OUTPUT:
             target = (place * m.heads + head) * m.value_dim
             if m.monitor:
-                _add_error(m, at, buf, slot, head, target)
+                add_error(m, at, buf, slot, head, target)
             copy(floats(m.out), target, buf, at.output + head * m.values, m.value_dim)
 
 
@@ -190,31 +195,3 @@ def _commit(m: Record, at: Record, worker: int) -> None:
         slot = integers(m.rows)[row]
         if slot >= 0:
             keep_drafts(m, at, buf, slot, position(m, slot), accepted(m, row))
-
-
-@njit
-def _measures(m: Record, slot: int, head: int) -> bool:
-    """Whether the head's next flush is measured."""
-    if m.monitor == 0:
-        return False
-    return int(floats(m.errors)[slot * m.errors_stride + 3 * head + 2]) % m.monitor == 0
-
-
-@njit
-def _add_error(m: Record, at: Record, buf: Pointer, slot: int, head: int, target: int) -> None:
-    """Count a head's flush and, if it is measured, add its error and its energy. A full state has no error.
-
-    The exact output is compared with the sketch's answer, which waits in the output's place.
-    """
-    sums, own = floats(m.errors), slot * m.errors_stride + 3 * head
-    if _measures(m, slot, head):
-        error = energy = np.float32(0.0)
-        for c in range(m.value_dim):
-            exact = buf[at.output + head * m.values + c]
-            difference = exact - floats(m.out)[target + c]
-            error += difference * difference
-            energy += exact * exact
-        if field(m, head, RANK) != FULL_STATE:
-            sums[own] += error
-        sums[own + 1] += energy
-    sums[own + 2] += np.float32(1.0)

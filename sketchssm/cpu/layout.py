@@ -58,7 +58,7 @@ its sizes, its current token."""
 SETTINGS = ("clocked", "state_type", "tracked", "map", "sketch_type", "columns", "pending_share", "monitor")
 """Settings: whether the head has a clock; the type of stored states; whether flushes advance a master copy of U; the
 coefficient map; the type of stored sketches; the largest rank padded; a token's share of `pending`; one flush of so
-many is measured, or 0."""
+many is measured, or 0. Beside them, as a float, the tolerance: 0 for none."""
 
 GRID = ("top", "shift")
 """Largest code and shift of the grid that `sketchssm.cpu.quantised` rounds to."""
@@ -67,7 +67,7 @@ STRIDES = tuple(f"{name}_stride" for name in RUNS)
 
 CONTEXT = np.dtype(
     [(name, np.int64) for name in (*SIZES, *RUNS, *STRIDES, *SHARED, *CALL, *SETTINGS)]
-    + [(name, np.float64) for name in ("ridge", *GRID)]
+    + [(name, np.float64) for name in ("ridge", "tolerance", *GRID)]
 )
 
 AREA_NAMES = (

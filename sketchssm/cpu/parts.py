@@ -15,7 +15,7 @@ betas   beta     (W, heads)                ring: write gates
 betas   gram     (W, heads, W)             ``<D_{s+1:j} k_s, k_j>``, the matrix A of `sketchssm.reference.window`
 sketch  packed   see `packed`              sketches and map rows, and the other arrays of `sketchssm.cpu.packed`
 sketch  served   (heads, V, K)             the copy for reads of `sketchssm.cpu.quantised.CopyEngine`
-errors  errors   (heads, 1, 3)             sums of a monitor: `sketchssm.cpu.decode`
+errors  errors   (heads, 1, 3)             sums of a monitor: `sketchssm.cpu.errors`
 cursor  cursor   ()                        cursor word
 ======  =======  ========================  ======================================================================
 

@@ -19,7 +19,7 @@ from sketchssm.plans.plan import SketchPlan
 class SketchEngine(ReplayEngine):
     """The paper's algorithm 1: replay, with a sketch for the state reads between flushes."""
 
-    supports = ReplayEngine.supports | {"monitor"}
+    supports = ReplayEngine.supports | {"monitor", "tolerance"}
     parts_of: ClassVar[PartsOf] = staticmethod(
         lambda plan, sketch_dtype, options: slot_parts(_plan_parts(plan, sketch_dtype, options)[1])
     )
@@ -29,7 +29,7 @@ class SketchEngine(ReplayEngine):
     ) -> None:
         packing, parts = _plan_parts(plan, sketch_dtype, options)
         self._open(Memory(plan.layer, num_slots, plan.window, parts, options), packing, options)
-        self._memory.set(monitor=options.monitor)
+        self._memory.set(monitor=options.monitor, tolerance=options.tolerance or 0.0)
         self.plan = plan
 
     def adopt(self, slots: Slots) -> None:

@@ -18,7 +18,7 @@ from sketchssm.cpu.simd import Pointer, copy, exp, floats, fma, integers, load, 
 from sketchssm.cpu.states import narrow, widen
 from sketchssm.cpu.workers import SERIAL, run, worker_count
 from sketchssm.layer.recurrence import PAD_SLOT, Layer, Tokens
-from sketchssm.layer.slots import DRAFTED_SHIFT, DUE, POSITION, PartsOf
+from sketchssm.layer.slots import DRAFTED_SHIFT, DUE, EXACT, POSITION, PartsOf
 
 Slots = npt.NDArray[np.int64]
 
@@ -112,12 +112,12 @@ class StandardEngine:
         src, dst = src[live], dst[live]
         for array in self.memory.values():
             array[dst] = array[src]
-        self._memory.cursor[dst] &= POSITION | DUE
+        self._memory.cursor[dst] &= POSITION | DUE | EXACT
 
     def rejoin(self, slots: Slots) -> None:
         """See `sketchssm.heads.engine.Engine`."""
         live, cursor = slots[slots >= 0], self._memory.cursor
-        cursor[live] = (cursor[live] & POSITION) | self._memory.stroke
+        cursor[live] = (cursor[live] & (POSITION | EXACT)) | self._memory.stroke
 
     def left_out(self) -> int:
         """See `sketchssm.heads.engine.Engine`: `HostArrays` has refused wrong slots."""

@@ -46,6 +46,9 @@ class ExactHead(DecodeHead):
         Position at which the clock started; None without a clock.
     """
 
+    _lasting = POSITION
+    """Bits of a cursor word that snapshots carry."""
+
     def __init__(
         self,
         system: System,
@@ -156,7 +159,7 @@ class ExactHead(DecodeHead):
             index = self._own_slots(call, slots)
             arrays = {name: call.fetch(memory[name], index) for name, *_ in owner["parts"]}
         if "cursor" in arrays:
-            arrays["cursor"] &= POSITION
+            arrays["cursor"] &= self._lasting
         return Snapshot(arrays, owner)
 
     def restore(self, snapshot: Snapshot, slots: Any = None) -> None:
@@ -186,6 +189,8 @@ class ExactHead(DecodeHead):
             index = call.host_slots(slots, len(snapshot), self.num_slots)
             live = index >= 0
             for name, rows in snapshot.arrays.items():
+                if name == "cursor":
+                    rows = rows & self._lasting
                 call.store(self._engine.memory[name], index[live], rows[live])
             self._engine.rejoin(call.slots(slots, len(snapshot), self.num_slots))
 

@@ -15,7 +15,7 @@ from sketchssm.heads.registry import SKETCH
 from sketchssm.layer.checks import check_bool
 from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import PAD_SLOT, check_instance
-from sketchssm.layer.slots import SlotPart
+from sketchssm.layer.slots import EXACT, POSITION, SlotPart
 from sketchssm.plans.plan import SketchPlan
 
 if TYPE_CHECKING:
@@ -33,11 +33,14 @@ class ReadErrors(NamedTuple):
         Sums of the squared norms of these exact outputs.
     samples : ndarray of int64, (slots,)
         Number of measured tokens.
+    exact : ndarray of bool, (slots,)
+        Whether the error was above the head's tolerance, so that reads are exact now.
     """
 
     error: npt.NDArray[np.float64]
     energy: npt.NDArray[np.float64]
     samples: npt.NDArray[np.int64]
+    exact: npt.NDArray[np.bool_]
 
     @property
     def relative(self) -> float:
@@ -86,6 +89,10 @@ class SketchHead(ExactHead):
     monitor : int, default 0
         Measures the sketch's error at every so many flushes of a slot, for `errors`; 0 never. A measured flush takes
         one more read: 4% to 6% of a window's bytes.
+    tolerance : float, optional
+        Most relative squared error of a request; needs a monitor. If after a measured flush, the fourth or a later
+        one, a slot's error of all heads together is above it, the slot flushes at every further token: its outputs are
+        exact from then on, and take the time of standard decode, and more for the sketch. Default: any error.
 
     Raises
     ------
@@ -115,15 +122,18 @@ class SketchHead(ExactHead):
         state_dtype: str = "float32",
         phase: int | None = None,
         monitor: int = 0,
+        tolerance: float | None = None,
     ) -> None:
         check_instance("plan", plan, SketchPlan)
         form = SketchFormat.of(plan.sketch_dtype if sketch_dtype is None else sketch_dtype)
         phase = check_phase(phase, plan.window)
-        options = EngineOptions(
-            gate, activation_dtype, output_dtype, state_dtype, memory, phase, pad_slot=pad_slot, monitor=monitor
-        )
+        types = gate, activation_dtype, output_dtype, state_dtype
+        options = EngineOptions(*types, memory, phase, pad_slot=pad_slot, monitor=monitor, tolerance=tolerance)
         super().__init__(SKETCH, plan, num_slots, backend, form.name, options=options)
         self.plan, self.sketch_dtype, self.monitor = plan, form.name, int(monitor)
+        self.tolerance = None if tolerance is None else float(tolerance)
+        if tolerance is not None:
+            self._lasting = POSITION | EXACT
 
     def _owner(self) -> dict[str, Any]:
         monitor = {"monitor": self.monitor} if self.monitor else {}
@@ -138,13 +148,14 @@ class SketchHead(ExactHead):
         its calibration. Drafts and `flush` have no exact output, and measure nothing.
 
         The sums belong to the request: `load_state`, `adopt` and `reset` clear them; `copy` and snapshots keep them.
+        A slot that is read exactly is not measured any more: its sums tell why.
 
         Parameters
         ----------
         slots : array of int, (count,), optional
             Which slots, none of them padding. Default: all.
         reset : bool, default False
-            Whether to clear the sums of these slots.
+            Whether to clear the sums of these slots. Reads that are exact remain so.
 
         Returns
         -------
@@ -162,10 +173,11 @@ class SketchHead(ExactHead):
         with self._lock.held(), self._arrays.call(slots) as call:
             sums, index = self._engine.memory["errors"], self._own_slots(call, slots)
             rows = call.fetch(sums, index)
+            exact = call.fetch(self._engine.memory["cursor"], index) & self._lasting & EXACT != 0
             if reset:
                 call.store(sums, index, np.zeros_like(rows))
         error, energy = rows[..., 0].sum(-1, dtype=np.float64), rows[..., 1].sum(-1, dtype=np.float64)
-        return ReadErrors(error, energy, -(-rows[:, 0, 0, 2].astype(np.int64) // self.monitor))
+        return ReadErrors(error, energy, -(-rows[:, 0, 0, 2].astype(np.int64) // self.monitor), exact)
 
     @staticmethod
     def parts_of(

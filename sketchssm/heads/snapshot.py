@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.layer.formats import FORMATS
+from sketchssm.layer.slots import EXACT
 from sketchssm.plans.files import FileFormat, FileFormatError, Stored, check_array
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Snapshot(Stored):
     ----------
     arrays : dict of str to ndarray
         Each part of the slots by name, ``(count, *shape)``; bfloat16 as uint16 bits. The cursors are the window
-        positions.
+        positions, and those of a monitor's head also tell which slots are read exactly.
     owner : dict
         The head of the arrays: system, backend, layer, window, plan (the plan's fingerprint), gate, type of the
         states, and parts; of a `SketchHead` also the sketch's format and, if it has one, the monitor.
@@ -81,7 +82,9 @@ class Snapshot(Stored):
         for name, shape, dtype in self.owner["parts"]:
             stored = "uint16" if dtype == "bfloat16" else dtype
             check_array(name, self.arrays[name], (len(self), *shape), stored)
-        cursor = self.arrays.get("cursor", np.zeros(1))
+        cursor = self.arrays.get("cursor", np.zeros(1, np.int32))
+        if "monitor" in self.owner:
+            cursor = cursor & ~EXACT
         last = self.owner["window"] - 1
         wrong = cursor[(cursor < 0) | (cursor > last)]
         if wrong.size:

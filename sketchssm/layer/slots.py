@@ -6,6 +6,7 @@ A cursor word (int32) has these bits:
 0 to 6   `POSITION`: tokens that the slot has buffered since its last flush
 7        `DUE`: the next plain token flushes the slot, whatever its position
 8 to 11  drafted: tokens of the slot's last draft, until `commit` or any other call that uses the slot
+12       `EXACT`: every plain token flushes the slot, until the slot's next request
 =======  ==========================================================================================
 
 A head with a clock has one more cursor word, of a virtual row. The virtual row takes part in every step and keeps
@@ -26,6 +27,12 @@ POSITION = 127
 
 DUE = 128
 """Bit of a cursor word: flush with the next plain token."""
+
+EXACT = 4096
+"""Bit of a cursor word: the request's error is above the head's tolerance."""
+
+LEAST_SAMPLES = 4
+"""Measured flushes of a request before its error is compared with a tolerance."""
 
 DRAFTED_SHIFT = 8
 """First bit of the number of drafted tokens."""

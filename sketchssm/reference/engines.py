@@ -11,7 +11,17 @@ from sketchssm.arrays.host_arrays import HostArrays, slot_memory
 from sketchssm.arrays.options import DEFAULTS, HOST_OPTIONS, EngineOptions
 from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
-from sketchssm.layer.slots import DRAFTED_SHIFT, DUE, MAX_DRAFTS, POSITION, PartsOf, SlotPart, drafted
+from sketchssm.layer.slots import (
+    DRAFTED_SHIFT,
+    DUE,
+    EXACT,
+    LEAST_SAMPLES,
+    MAX_DRAFTS,
+    POSITION,
+    PartsOf,
+    SlotPart,
+    drafted,
+)
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference.recurrence import Array, per_head, step
 from sketchssm.reference.residual import residual_read
@@ -128,12 +138,12 @@ class StandardEngine:
         src, dst = src[live], dst[live]
         for array in self.memory.values():
             array[dst] = array[src]
-        self._cursor[dst] &= POSITION | DUE
+        self._cursor[dst] &= POSITION | DUE | EXACT
 
     def rejoin(self, slots: Slots) -> None:
         """See `sketchssm.heads.engine.ExactEngine`."""
         live = slots[slots >= 0]
-        self._cursor[live] = (self._cursor[live] & POSITION) | self._stroke
+        self._cursor[live] = (self._cursor[live] & (POSITION | EXACT)) | self._stroke
 
     def left_out(self) -> int:
         """See `sketchssm.heads.engine.ExactEngine`: `HostArrays` has refused such slots."""
@@ -195,12 +205,16 @@ class ReplayEngine(StandardEngine):
         word = int(self._cursor[slot])
         position = word & POSITION
         self._buffer(slot, position, token)
-        if word & DUE or position == self.window - 1:
+        if self._flushes(word):
             state = self._fold(slot, position + 1)
-            self._begin(slot, 0)
+            self._begin(slot, word & EXACT)
             return np.einsum("hvk,hk->hv", state, self.layer.expand_keys(token.q))
         self._cursor[slot] = position + 1
         return self._output(slot, position + 1, token.q)
+
+    def _flushes(self, word: int) -> bool:
+        """Whether a plain token flushes a slot."""
+        return bool(word & (DUE | EXACT)) or word & POSITION == self.window - 1
 
     def _output(self, slot: int, count: int, query: Array) -> Array:
         """Output ``(heads, V)`` of the last of so many buffered tokens."""
@@ -227,30 +241,30 @@ class ReplayEngine(StandardEngine):
             stroke = DUE
         for row in np.flatnonzero(slots >= 0):
             slot, length = slots[row], int(lengths[row])
-            position = self.position[slot]
+            position, exact = self.position[slot], self._cursor[slot] & EXACT
             if self._folds_before(int(self._cursor[slot]) | stroke, length):
                 if position:
                     self._fold(slot, position)
-                    self._begin(slot, 0)
+                    self._begin(slot, exact)
                 position = 0
             for t in range(length):
                 token = tokens.at((row, t))
                 self._buffer(slot, position + t, token)
                 out[row, t] = self._output(slot, position + t + 1, token.q)
-            self._cursor[slot] = position | length << DRAFTED_SHIFT
+            self._cursor[slot] = position | exact | length << DRAFTED_SHIFT
         if self._clock is not None and slots.size:
             self._clock = (0 if stroke else self._clock & POSITION) | out.shape[1] << DRAFTED_SHIFT
 
     def _folds_before(self, word: int, length: int) -> bool:
         """Whether a slot has to flush before a draft."""
-        return bool(word & DUE) or (word & POSITION) + length > self.window - 1
+        return bool(word & (DUE | EXACT)) or (word & POSITION) + length > self.window - 1
 
     def commit(self, accepted: Slots, slots: Slots) -> None:
         """See `sketchssm.heads.engine.ExactEngine`."""
         live = slots >= 0
         index = slots[live]
         words = self._cursor[index]
-        self._cursor[index] = (words & (POSITION | DUE)) + np.minimum(accepted[live], drafted(words))
+        self._cursor[index] = (words & (POSITION | DUE | EXACT)) + np.minimum(accepted[live], drafted(words))
         if self._clock is not None and slots.size:
             length = drafted(self._clock)
             self._clock = (self._clock & (POSITION | DUE)) + length
@@ -261,11 +275,12 @@ class ReplayEngine(StandardEngine):
     def flush(self, slots: Slots) -> None:
         """See `sketchssm.heads.engine.Engine`."""
         for slot in slots[slots >= 0]:
+            word = self._cursor[slot] & EXACT | self._stroke
             if self.position[slot]:
                 self._fold(slot, self.position[slot])
-                self._begin(slot, self._stroke)
+                self._begin(slot, word)
             else:
-                self._cursor[slot] = self._stroke
+                self._cursor[slot] = word
 
 
 class SketchEngine(ReplayEngine):
@@ -273,10 +288,10 @@ class SketchEngine(ReplayEngine):
 
     Formats with codes are rounded as on every backend; "float32" and "bfloat16" stay float64. A slot's memory has no
     sketches: every read computes them from the state. With a monitor, a flush token is read through the sketch too;
-    its exact output tells the error.
+    its exact output tells the error. A slot whose error is above the tolerance flushes at every token.
     """
 
-    supports = ReplayEngine.supports | {"monitor"}
+    supports = ReplayEngine.supports | {"monitor", "tolerance"}
     parts_of: ClassVar[PartsOf] = staticmethod(
         lambda plan, sketch_dtype, options: _parts(plan.layer, plan.window, options.monitor)
     )
@@ -287,6 +302,7 @@ class SketchEngine(ReplayEngine):
         super().__init__(plan.layer, num_slots, plan.window, options)
         self.plan = plan
         self._form, self._monitor = SketchFormat.of(sketch_dtype), options.monitor
+        self._tolerance = options.tolerance
 
     def adopt(self, slots: Slots) -> None:
         """See `sketchssm.heads.engine.ExactEngine`."""
@@ -297,18 +313,20 @@ class SketchEngine(ReplayEngine):
     def _token(self, slot: int, token: Tokens) -> Array:
         word = int(self._cursor[slot])
         position = word & POSITION
-        if not self._monitor or not (word & DUE or position == self.window - 1):
+        if not self._monitor or word & EXACT or not self._flushes(word):
             return super()._token(slot, token)
         error, energy, flushes = self.memory["errors"][slot, :, 0].T
-        if flushes[0] % self._monitor == 0:
-            self._buffer(slot, position, token)
-            answer = self._output(slot, position + 1, token.q)
-            output = super()._token(slot, token)
-            error += np.square(output - answer).sum(-1)
-            energy += np.square(output).sum(-1)
-        else:
-            output = super()._token(slot, token)
         flushes += 1
+        if (flushes[0] - 1) % self._monitor:
+            return super()._token(slot, token)
+        self._buffer(slot, position, token)
+        answer = self._output(slot, position + 1, token.q)
+        output = super()._token(slot, token)
+        error += np.square(output - answer).sum(-1)
+        energy += np.square(output).sum(-1)
+        enough = flushes[0] > (LEAST_SAMPLES - 1) * self._monitor
+        if self._tolerance and enough and not error.sum() <= self._tolerance * energy.sum():  # NaN is above
+            self._cursor[slot] |= EXACT
         return output
 
     def _read(self, slot: int, queries: Array) -> Array:
