@@ -145,7 +145,7 @@ def test_calibration_rows_can_hold_needles(lm):
 def small_run(lm):
     model = tiny(lm, "kda")
     calibrations = lm["systems"].calibrate(model, ids(3, 64), window=8)
-    systems = lm["systems"].baselines(calibrations, "exact", 8) + lm["systems"].sketches(calibrations, [1, 3], 8)
+    systems = lm["systems"].baselines(calibrations, "exact", 8) + lm["systems"].sketches(calibrations, [1, 2], 8)
     text = np.random.default_rng(0).integers(VOCAB, size=2000)
     rows = lm["prompts"].text_rows(text, 3, 64, np.random.default_rng(0))
     prompts = lm["prompts"].needle_prompts(text, encode, 5, 256, np.random.default_rng(0), facts=[1, 2])
@@ -308,7 +308,7 @@ def test_reported_and_true_errors_share_the_tokens(lm):
     outputs = np.stack([recorder.outputs[place].numpy(force=True) for place in heads])
     np.testing.assert_allclose(energy + whole, np.square(outputs).sum((1, 2, 4)), rtol=1e-5)
     assert (reported[:, 1:] > 1e-5 * energy[:, 1:]).all() and (true[:, 1:] > 1e-5 * whole[:, 1:]).all()
-    assert not reported[:, 0].any() and (true[:, 0] < 1e-10 * whole[:, 0]).all()  # float32
+    assert not reported[:, 0].any() and (true[:, 0] < 2.0**-18 * whole[:, 0]).all()  # a shadow in bfloat16
 
 
 def test_mixed_calibration_takes_turns(lm, tmp_path):

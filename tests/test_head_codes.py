@@ -55,8 +55,11 @@ def test_reads(name, kind, shape, rng):
         head.load_state(start)
         outputs.append(np.concatenate([head.step(*tokens), head.step(*drafts, draft=True)], axis=1))
     got, want, unrounded = outputs
-    agree(got, want)
     sketched = np.array(ranks) != FULL_STATE
+    agree(got[:, :, sketched], want[:, :, sketched])
+    full = got[:, :, ~sketched], want[:, :, ~sketched]
+    # a shadow rounds numbers by at most 2^-9
+    assert sketched.all() or relative(*full) < 2.0**-9
     error = relative(got[:, :, sketched], unrounded[:, :, sketched])
     assert ERROR / 50 < error < ERROR
 

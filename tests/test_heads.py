@@ -13,6 +13,9 @@ from sketchssm.reference.recurrence import run
 # ten tokens, whose errors add up like a random walk. Tokens have float32 values for both. Where results are compared
 # with the recurrence, tokens are float64 arrays, so that the output is not rounded.
 EXACT = {"reference": 1e-13, "cpu": 2e-6}
+# The same of a full-state head between flushes. Its shadow rounds numbers by at most 2^-9; sums of a few products may
+# be half as large as products with random signs would make them. The reference reads the state.
+SHADOW = {"reference": EXACT["reference"], "cpu": 2.0**-8}
 
 
 @pytest.fixture(params=SYSTEMS)
@@ -43,8 +46,11 @@ class TestExactness:
         for t in range(3 * WINDOW):
             output = head.step(*at(tokens, np.s_[:, t]))
             flushed = system == "standard" or (t + 1) % WINDOW == 0
-            exact = slice(None) if flushed or system == "replay" else (RANKS == FULL_STATE) & (system == "sketch")
-            assert relative(output[:, exact], want[:, t, exact]) < EXACT[backend]
+            exact, full = flushed or system == "replay", RANKS == FULL_STATE
+            if exact:
+                assert relative(output, want[:, t]) < EXACT[backend]
+            elif system == "sketch":
+                assert relative(output[:, full], want[:, t, full]) < SHADOW[backend]
             if flushed:
                 state = run(layer, *at(tokens, np.s_[:, : t + 1]), state=start)[1]
                 assert relative(head.state[:3], state) < EXACT[backend]
@@ -66,7 +72,8 @@ class TestExactness:
         assert relative(head.state, state) < EXACT[backend]
         assert relative(output[:, WINDOW - 1 :: WINDOW], want[:, WINDOW - 1 :: WINDOW]) < EXACT[backend]
         if system != "copy":
-            assert relative(output[:, :, [0, 5]], want[:, :, [0, 5]]) < EXACT[backend]
+            tolerance = SHADOW if system == "sketch" else EXACT
+            assert relative(output[:, :, [0, 5]], want[:, :, [0, 5]]) < tolerance[backend]
 
     def test_a_long_slow_decay(self, make, backend, layer, rng):
         """With gates near 0 the first writes are still in the state after 1024 tokens."""

@@ -123,7 +123,7 @@ def test_against_exhaustive_search():
         form = {"sketch_dtype": "int8", "residual_bits": bits}
         return float(traffic.sketch_read("gdn", 128, 128, rank, 16, MAP, **form))
 
-    costs = np.array([*(cost(*pair) for pair in PAIRS), 4 * 128 * 128])
+    costs = np.array([*(cost(*pair) for pair in PAIRS), 2 * 128 * 128])
     for reduction in (4.0, 8.0, 9.5, 11.0):
         scores = filled(rng.exponential(size=(3, 2, 2)), rng.exponential(size=(3, 2, 2)), layer)
         allocation = ss.allocate_joint(scores, reduction)

@@ -80,7 +80,8 @@ def test_cpu_reads_what_the_reference_reads(kind, form):
     # Codes at the edge between two levels differ with the rounding of the sketch: next to none of float32, more of
     # bfloat16, which moves the residual by up to 2^-9 of the sketch. Measured: 3e-3 and 3e-2.
     assert relative(got, want) < (5e-2 if form == "bfloat16" else 1e-2)
-    assert relative(got[:, :, 2], want[:, :, 2]) < 2e-6  # the full-state head
+    # the full-state head; numbers of its shadow are rounded by at most 2^-9, and measured 1.4e-3 together
+    assert relative(got[:, :, 2], want[:, :, 2]) < (2e-6 if form == "float32" else 2.0**-9)
     exact = ss.StandardHead(layer, 2, "reference")
     exact.load_state(state)
     truth = exact.step(*tokens)

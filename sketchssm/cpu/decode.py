@@ -19,7 +19,7 @@ from sketchssm.cpu.maps import advance_sketch, project_block, store_sketch
 from sketchssm.cpu.packed import RANK, field
 from sketchssm.cpu.read import keep_drafts, read, read_drafts
 from sketchssm.cpu.simd import Pointer, copy, floats, fma, integers, load, splat, total
-from sketchssm.cpu.states import narrow, widen
+from sketchssm.cpu.states import narrow, shade, widen
 from sketchssm.cpu.tiles import dots
 from sketchssm.cpu.window import buffer_token
 from sketchssm.cpu.workers import SERIAL
@@ -146,6 +146,8 @@ def _fold(m: Record, at: Record, buf: Pointer, slot: int, key_head: int, count: 
             if advances:
                 advance_sketch(m, at, buf, slot, head, count)
             store_sketch(m, at, buf, slot, head, norm, state, first)
+        else:
+            shade(m, slot, head)
         if place != NO_OUTPUT:
             target = (place * m.heads + head) * m.value_dim
             if m.monitor:
@@ -167,12 +169,14 @@ def _flush(m: Record, at: Record, worker: int) -> None:
 
 @pasted
 def _rebuild(m: Record, at: Record, worker: int) -> None:
-    """Sketch one worker's share of states that were loaded."""
+    """Sketch or shade one worker's share of states that were loaded."""
     buf = floats(m.scratch + 4 * worker * at.size)
     units, size = m.batch * m.heads, m.values * m.keys
     for unit in range(units * worker // m.workers, units * (worker + 1) // m.workers):
         slot, head = integers(m.rows)[unit // m.heads], unit % m.heads
-        if slot >= 0 and field(m, head, RANK) != FULL_STATE:
+        if slot >= 0 and field(m, head, RANK) == FULL_STATE:
+            shade(m, slot, head)
+        elif slot >= 0:
             state, first = floats(m.state), slot * m.state_stride + head * size
             if m.state_type != FLOAT32:
                 widen(m, m.state, first, buf, at.state, size)

@@ -23,7 +23,7 @@ def measures(m: Record, slot: int, head: int) -> bool:
 
 @njit
 def add_error(m: Record, at: Record, buf: Pointer, slot: int, head: int, target: int) -> None:
-    """Count a head's flush and, if it is measured, add its error and its energy. A full state has no error.
+    """Count a head's flush and, if it is measured, add its error and its energy. Errors of full reads do not count.
 
     The exact output is compared with the sketch's answer, which waits in the output's place.
     """

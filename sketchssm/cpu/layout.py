@@ -43,7 +43,7 @@ SIZES = (
 
 RUNS = (
     "state", "served", "cursor", "k", "v", "gate", "start", "reach", "beta", "gram", "packed", "factors", "pending",
-    "master", "codes", "scales", "errors",
+    "master", "codes", "scales", "shadow", "errors",
 )  # fmt: skip
 """Arrays of a slot (see `sketchssm.cpu.parts`): their addresses in slot 0, and their distances between two slots in
 elements."""

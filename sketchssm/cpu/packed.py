@@ -12,11 +12,13 @@ FACTORS     scales of codes; w and F of the map                      float32
 PENDING     projected keys ``h_j = C D_{1:j} k_j``, token by token   float32
 CODES       codes of the residual (`sketchssm.cpu.residual`)         bytes
 SCALES      scales of its rows, then of its columns                  bfloat16
+SHADOW      a full-state head's state for reads, rows of K           bfloat16
 ==========  =======================================================  ===============
 
 All slots share OMEGA, the bases with their columns on lanes, and for `lowrank` PI, the bases by rows. Both are
 float32. A table holds the place of every part of every head. A head with a residual has no PENDING: it reads one
-effective query. Flushes advance the master copy (see `sketchssm.cpu.maps`).
+effective query. Flushes advance the master copy (see `sketchssm.cpu.maps`). A full-state head has only a SHADOW, if
+any (`sketchssm.layer.formats.SketchFormat.shadows`).
 
 For `lowrank`, MAP holds the rows ``B - Pi Diag(w) L`` instead of B, so that L need not be stored. With z = Pi^T x,
 
@@ -56,8 +58,8 @@ from sketchssm.plans.plan import SketchPlan
 RIDGE, LOWRANK, SUBSPACE = map(MAPS.index, ("ridge", "lowrank", "subspace"))
 
 # Columns of the table: a head's rank, the number of its map's rows, its residual's bits, and where its parts begin.
-RANK, ROWS, BITS, SKETCH, MAP, MASTER, FACTORS, PENDING, CODES, SCALES, OMEGA, PI = range(12)
-COLUMNS = 12
+RANK, ROWS, BITS, SKETCH, MAP, MASTER, FACTORS, PENDING, CODES, SCALES, SHADOW, OMEGA, PI = range(13)
+COLUMNS = 13
 
 SKETCH_TYPES = tuple(FORMATS)
 BFLOAT, INT8 = (SKETCH_TYPES.index(name) for name in ("bfloat16", "int8"))
@@ -75,7 +77,7 @@ class Packing:
     """Places of the parts of every head, and the arrays that all slots share."""
 
     table: (
-        Array  # (heads, 12): a head's rank, the rows of its map, the bits of its residual, and where its parts begin
+        Array  # (heads, 13): a head's rank, the rows of its map, the bits of its residual, and where its parts begin
     )
     omega: Array  # float32 bases of all heads, and in `pi` by rows
     pi: Array
@@ -98,10 +100,10 @@ def full_states(layer: Layer) -> Packing:
     return Packing(table, flat(0), flat(0), (), {}, 0)
 
 
-def pack(plan: SketchPlan, dtype: str, tracked: bool) -> Packing:
+def pack(plan: SketchPlan, dtype: str, tracked: bool, shadows: bool) -> Packing:
     """Place the parts of every head, with sketches and map rows stored in a format.
 
-    `tracked` tells whether flushes advance a master copy of U.
+    `tracked` tells whether flushes advance a master copy of U, `shadows` whether full-state heads have shadows.
     """
     keys, values, kind = padded(plan.layer.key_dim), padded(plan.layer.value_dim), SKETCH_TYPES.index(dtype)
     table = full_states(plan.layer).table
@@ -110,6 +112,8 @@ def pack(plan: SketchPlan, dtype: str, tracked: bool) -> Packing:
     pi: list[Array] = []
     for head, rank in enumerate(plan.ranks):
         if rank == FULL_STATE:
+            table[head, SHADOW] = used[SHADOW]
+            used[SHADOW] += values * keys if shadows else 0
             continue
         rows, bits = int(plan.map.rows(rank)), int(plan.residual_bits[head])
         table[head] = used
@@ -142,6 +146,9 @@ def pack(plan: SketchPlan, dtype: str, tracked: bool) -> Packing:
     runs = tuple(Run(name, (sizes[name],), types.get(name, np.float32)) for name in order)
     if used[CODES]:
         runs = Run("codes", (int(used[CODES]),), np.uint8), Run("scales", (int(used[SCALES]),), np.uint16), *runs
+    runs = runs if omega else ()
+    if used[SHADOW]:
+        runs = *runs, Run("shadow", (int(used[SHADOW]),), np.uint16)
     settings = {
         "map": MAPS.index(plan.map.name),
         "sketch_type": kind,
@@ -150,7 +157,7 @@ def pack(plan: SketchPlan, dtype: str, tracked: bool) -> Packing:
         "pending_share": int(used[PENDING]),
     }
     rank = max(int(plan.ranks.max()), 0)
-    return Packing(table, _joined(omega), _joined(pi), runs if omega else (), settings, rank, bool(used[CODES]))
+    return Packing(table, _joined(omega), _joined(pi), runs, settings, rank, bool(used[CODES]))
 
 
 def _joined(parts: list[Array]) -> Array:

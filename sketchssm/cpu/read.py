@@ -1,8 +1,8 @@
 """Reads between flushes: outputs ``o_t = U C x_t + sum_s c_ts v_s`` of one token.
 
-A full-state head reads its state instead of ``U C``. A head with a residual adds the residual's product with its query
-(`sketchssm.cpu.residual`). Both compute the effective query itself. A head's operations are chains of dependent
-operations, so each stage processes a few heads together.
+A full-state head reads its state, or the shadow of it, instead of ``U C``. A head with a residual adds the residual's
+product with its query (`sketchssm.cpu.residual`). Both compute the effective query itself. A head's operations are
+chains of dependent operations, so each stage processes a few heads together.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from sketchssm.cpu.packed import (
     PI,
     RANK,
     ROWS,
+    SHADOW,
     SKETCH,
     field,
 )
@@ -192,18 +193,23 @@ def _solve(m: Record, at: Record, buf: Pointer, slot: int, head: int, cursor: in
 
 @njit
 def _read_rows(m: Record, at: Record, buf: Pointer, slot: int, head: int, x: int) -> None:
-    """Multiply one head's full state by a vector in scratch memory."""
+    """Multiply one head's full state, or its shadow, by a vector in scratch memory."""
+    output = at.output + head * m.values
+    if m.shadow:
+        shadow = slot * m.shadow_stride + field(m, head, SHADOW)
+        dots(bfloats(m.shadow), shadow, m.keys, m.values, buf, x, m.keys, 1, m.keys, buf, output, 0)
+        return
     states, first, size = floats(m.served), slot * m.served_stride + head * m.values * m.keys, LANES * m.keys
     for block in range(0, m.values, LANES):
         place = first + block * m.keys
         if m.state_type != FLOAT32:
             widen(m, m.served, place, buf, at.state, size)
-            dots(buf, at.state, m.keys, LANES, buf, x, m.keys, 1, m.keys, buf, at.output + head * m.values + block, 0)
+            dots(buf, at.state, m.keys, LANES, buf, x, m.keys, 1, m.keys, buf, output + block, 0)
             continue
         # prefetch the next rows of this state, then those of the next head
         for line in range(place + BLOCKS_AHEAD * size, place + (BLOCKS_AHEAD + 1) * size, LANES):
             prefetch(states, line)
-        dots(states, place, m.keys, LANES, buf, x, m.keys, 1, m.keys, buf, at.output + head * m.values + block, 0)
+        dots(states, place, m.keys, LANES, buf, x, m.keys, 1, m.keys, buf, output + block, 0)
 
 
 @njit

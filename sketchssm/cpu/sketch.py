@@ -12,6 +12,7 @@ from sketchssm.cpu.parts import Parts, slot_parts, window_parts
 from sketchssm.cpu.replay import ReplayEngine
 from sketchssm.cpu.standard import Slots
 from sketchssm.cpu.workers import run
+from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.slots import PartsOf
 from sketchssm.plans.plan import SketchPlan
 
@@ -49,5 +50,6 @@ class SketchEngine(ReplayEngine):
 def _plan_parts(plan: SketchPlan, sketch_dtype: str, options: EngineOptions) -> tuple[Packing, Parts]:
     """Place the sketches of a plan; return their places and the parts of a slot."""
     # a master copy of U would keep digits that a 16-bit state has lost
-    packing = pack(plan, sketch_dtype, tracked=not plan.layer.channel_decays and options.state_dtype == "float32")
+    tracked = not plan.layer.channel_decays and options.state_dtype == "float32"
+    packing = pack(plan, sketch_dtype, tracked, SketchFormat.of(sketch_dtype).shadows(options.state_dtype))
     return packing, window_parts(plan.layer, plan.window, options.state_dtype, packing.runs, options.monitor)

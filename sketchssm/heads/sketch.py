@@ -62,8 +62,8 @@ class SketchHead(ExactHead):
         Where to run; "auto" is "cuda" if CuPy sees a device and the kernels support the plan, else "cpu".
     sketch_dtype : {"float32", "bfloat16", "int8"}, optional
         Format in which sketches and maps are stored, instead of the plan's; see `sketchssm.layer.formats`. `reference`
-        stores float64 instead of "float32" and "bfloat16", and rounds to codes as the other backends do. Default: the
-        plan's.
+        stores float64 instead of "float32" and "bfloat16", and rounds to codes as the other backends do. Full-state
+        heads read their states in "float32", else bfloat16 copies of them. Default: the plan's.
     gate : GateInput, optional
         For kda and gla: the argument g of `step` is then the layer's raw gate input, and the head computes log-decays.
     activation_dtype : {"bfloat16", "float16", "float32"}, optional

@@ -53,6 +53,13 @@ class SketchFormat:
         """Whether codes with scales are stored."""
         return self.top is not None
 
+    def shadows(self, state_dtype: str) -> bool:
+        """Whether full-state heads have a *shadow*: flushes also store the state in bfloat16, and reads use this copy.
+
+        Sketches in float32 ask for exact reads of full states, and a state of 16 bits is as small as its shadow.
+        """
+        return self.bits < 32 and state_dtype == "float32"
+
     def splits(self, map: CoefficientMap) -> bool:
         """Whether a map is stored in the split form, ``Q`` and ``B`` instead of U and C."""
         return self.scaled and map.storage == "dense"

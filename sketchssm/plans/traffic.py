@@ -2,8 +2,9 @@
 
 Every function counts the bytes of state, sketch and map that one head of one sequence reads and writes per token,
 averaged over the tokens of a window. A full state is ``D = 4 K V`` bytes in float32, and half of that in 16 bits. As
-in the paper, three things are not counted: ring buffers, writes of sketches and maps, and the bases that all sequences
-share. Every function refuses unknown kinds, maps and types, and numbers out of range, with a ValueError.
+in the paper, three things are not counted: ring buffers, writes of all that a flush makes for reads (sketches, maps,
+shadows), and the bases that all sequences share. Every function refuses unknown kinds, maps and types, and numbers out
+of range, with a ValueError.
 """
 
 from __future__ import annotations
@@ -157,7 +158,8 @@ def sketch_read(
     key_dim, value_dim : int
         K and V.
     rank : array_like
-        Ranks G (fractions allowed, for a budget's mean); `FULL_STATE` for a full read of D bytes.
+        Ranks G (fractions allowed, for a budget's mean); `FULL_STATE` for a full read. It moves D bytes, and half of
+        them if sketches are smaller than the float32 of the state (`SketchFormat.shadows`).
     window : int, default 16
         W.
     map : CoefficientMap or str, default "ridge"
@@ -178,13 +180,14 @@ def sketch_read(
         Bytes, in the shape of `rank`.
     """
     check_choice("kind", kind, KINDS)
-    state, map = state_bytes(key_dim, value_dim, state_dtype), CoefficientMap.of(map)
+    map, form = CoefficientMap.of(map), SketchFormat.of(sketch_dtype)
+    state = state_bytes(key_dim, value_dim, state_dtype) / (2 if form.shadows(state_dtype) else 1)
     g = np.asarray(rank, dtype=np.float64)
     if not ((g == FULL_STATE) | (g >= 0)).all():
         raise ValueError(f"rank: expected FULL_STATE or numbers of at least 0, got {rank!r}")
     erase = 2 * check_size("window", window) if map.storage == "dense" and PROPERTIES[kind].erases else 0
     rank = np.maximum(g, 0.0)  # 0 where the state is read
-    size = SketchFormat.of(sketch_dtype).bytes(map, rank, key_dim, value_dim) + erase * rank
+    size = form.bytes(map, rank, key_dim, value_dim) + erase * rank
     size = size + residual_bytes(residual_bits, key_dim, value_dim)
     return np.where(g == FULL_STATE, state, size)
 

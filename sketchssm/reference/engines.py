@@ -286,9 +286,10 @@ class ReplayEngine(StandardEngine):
 class SketchEngine(ReplayEngine):
     """The paper's algorithm 1: replay, with state reads through a sketch between flushes.
 
-    Formats with codes are rounded as on every backend; "float32" and "bfloat16" stay float64. A slot's memory has no
-    sketches: every read computes them from the state. With a monitor, a flush token is read through the sketch too;
-    its exact output tells the error. A slot whose error is above the tolerance flushes at every token.
+    Formats with codes are rounded as on every backend; "float32" and "bfloat16" stay float64, and so do full reads. A
+    slot's memory has no sketches: every read computes them from the state. With a monitor, a flush token is read
+    through the sketch too; its exact output tells the error. A slot whose error is above the tolerance flushes at
+    every token.
     """
 
     supports = ReplayEngine.supports | {"monitor", "tolerance"}

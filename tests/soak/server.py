@@ -16,7 +16,8 @@ from soak.verdicts import SoakError, Verdicts
 
 class Server(Events):
     """Drives one head, in a `soak.places.Host`, with requests drawn from a seed. `tolerance` has the errors allowed to
-    exact heads, to sketched ones, and to 99% of all outputs; `mean_length` counts a request's tokens.
+    states and flushes, to full-state heads, to sketched ones, and to 99% of the outputs; `mean_length` counts a
+    request's tokens.
     """
 
     def __init__(
@@ -31,9 +32,9 @@ class Server(Events):
         self.free = [slot for slot in range(self.head.num_slots) if slot != self.pad]
         self.running, self.cached, self.preempted = [], [], []
         self.counts, self.spoiled = Counter(), 0
-        exact, sketched, usual = tolerance
-        allowed = np.full(layer.heads, exact)
-        allowed[self.oracle.sketched] = sketched
+        exact, full, sketched, most = tolerance
+        allowed, usual = np.full(layer.heads, full), np.full(layer.heads, max(most, full))
+        allowed[self.oracle.sketched], usual[self.oracle.sketched] = sketched, most
         self.verdicts = Verdicts(exact, allowed, usual, f"seed {seed}", self.counts)
 
     def run(self):

@@ -35,7 +35,7 @@ class Verdicts:
     def usual_errors(self):
         """Check that few outputs have more than the usual error."""
         if self.unusual > 0.01 * self.compared:
-            what = f"{self.unusual} of {self.compared} outputs are off by more than {self.usual:.3g}"
+            what = f"{self.unusual} of {self.compared} outputs are off by more than {self.usual}"
             raise SoakError(f"{self.where}, {dict(self.counts)}: {what}")
 
     def state(self, request, got):

@@ -99,8 +99,8 @@ def step_bytes(system: System, layer: Layer, batch: int, window: int, *, on_devi
 
     States, sketches and maps as in `sketchssm.plans.traffic`, plus the parts that this model leaves out: inputs and
     outputs, the ring (a token is written once and read at each later token of the window, and by the flush), and the
-    sketch that a flush writes. With `on_device`, q, k, v, raw gate inputs and outputs are bf16 and sketches are packed
-    as in the CUDA kernels; else inputs are float32, and sketches as in the byte model.
+    sketch or shadow that a flush writes. With `on_device`, q, k, v, raw gate inputs and outputs are bf16 and sketches
+    are packed as in the CUDA kernels; else inputs are float32, and sketches as in the byte model.
     """
     activation = 2 if on_device else 4
     sizes = {name: int(np.prod(shape)) for name, shape in layer.token_shapes().items()}
@@ -114,7 +114,9 @@ def step_bytes(system: System, layer: Layer, batch: int, window: int, *, on_devi
     read, written = whole / 2, 0.0
     if system.plan is not None:
         sketches = _sketch_bytes(system.plan, on_device, system.state_dtype)
-        read, written = float(sketches.sum()), float(sketches[system.plan.ranks != FULL_STATE].sum())
+        made = system.plan.ranks != FULL_STATE  # by a flush
+        made |= SketchFormat.of(system.plan.sketch_dtype).shadows(system.state_dtype)
+        read, written = float(sketches.sum()), float(sketches[made].sum())
     earlier = max(window - 2, 0) / 2  # tokens in the ring, mean over the positions before the flush
     return StepBytes(
         batch * (read + moved + buffered * (1 + earlier)),
