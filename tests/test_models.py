@@ -141,7 +141,8 @@ def test_prefill_states(rng, framework):
     with pytest.raises(ValueError, match=message):
         prefill_state(np.zeros((3, 4, 8, 12)), "vk", oblong)
     refused(r"state: expected shape .* got \(4, 8, 12\)", prefill_state, np.zeros((4, 8, 12)), "kv", oblong)
-    refused("layout: expected 'kv' or 'vk', got None", prefill_state, given, None, square)
+    for other in (None, states):
+        refused("layout: expected one of kv, vk, got ", prefill_state, given, other, square)
 
 
 @pytest.mark.parametrize("dtype", RTOL)

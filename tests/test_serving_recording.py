@@ -195,6 +195,28 @@ def test_tokens_that_sums_refuse_are_skipped(rng, tmp_path):
     )
 
 
+def test_tokens_that_one_of_the_sums_refuses_are_added_to_none(rng, tmp_path, monkeypatch):
+    made, records, lines = recorder(tmp_path / "x", {"gdn": LAYERS["gdn"]})
+    record, tokens = records["gdn"], {"gdn": tokens_of(rng, LAYERS["gdn"], 1, 400)}
+    for first, count in ((0, 320), (0, 8), (320, 24)):
+        serve(made, records, tokens, first, [(0, count)])
+        made._task.result()
+    ranks, joint = record.sums["ranks"], record.sums["joint"]
+    samples, error = ranks.samples.copy(), ranks.error.copy()
+    assert samples.any()
+
+    def update(*tokens, carry):
+        raise ValueError("q, k, v: too large")
+
+    monkeypatch.setattr(joint, "update", update)
+    serve(made, records, tokens, 344, [(0, 16)])
+    assert record.skipped == 1
+    assert lines[-1].endswith("gdn: q, k, v: too large")
+    assert np.array_equal(ranks.samples, samples)
+    assert np.array_equal(ranks.error, error)
+    assert ranks.samples.tolist() == joint.samples.tolist()
+
+
 @pytest.mark.parametrize("stage", ("moments", "scores"))
 def test_a_recording_goes_on_when_its_file_is_touched(rng, tmp_path, monkeypatch, stage):
     """With the tokens that it has, or the fewest. A file from before the recording does not count."""

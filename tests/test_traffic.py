@@ -108,6 +108,10 @@ def test_plan_reduction(map):
         (lambda: traffic.compressed(8, 8, bits=4, sparsity=0.5), "bits or sparsity"),
         (lambda: traffic.compressed(8, 8, sparsity=1.0), "sparsity"),
         (lambda: traffic.sketch("gdn", 8, 8, 1, 0), "window"),
+        (lambda: traffic.sketch_read("gdn", 10**400, 8, 1), "key_dim: expected an integer from 1 to 1099511627776"),
+        (lambda: traffic.sketch_read("gdn", 8, 2**70, 1), "value_dim"),
+        (lambda: traffic.sketch_read("gdn", 8, 8, 10**400), "rank"),
+        (lambda: traffic.replay(8, 8, 10**400), "window"),
     ],
 )
 def test_refusals(call, message):

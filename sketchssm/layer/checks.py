@@ -168,7 +168,7 @@ def as_array(name: str, value: Any, dtype: Any = None) -> npt.NDArray[Any]:
     """Return an array of an argument on the host, or raise a `ValueError` that names the argument."""
     try:
         return np.asarray(value, dtype)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name}: expected an array, got {value!r}") from error
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sketchssm.layer.recurrence import Layer, check_instance
+from sketchssm.layer.recurrence import Layer, check_choice, check_instance
 from sketchssm.models.layers import gdn_inputs, kda_inputs, mamba2_inputs, mamba2_output
 from sketchssm.models.linear import (
     delta_product_inputs,
@@ -62,8 +62,7 @@ def prefill_state(state: Any, layout: str, layer: Layer) -> Any:
     ValueError
         If the layout is unknown, or the shape is not the layout's.
     """
-    if layout not in ("kv", "vk"):
-        raise ValueError(f"layout: expected 'kv' or 'vk', got {layout!r}")
+    check_choice("layout", layout, ("kv", "vk"))
     check_instance("layer", layer, Layer)
     heads, value_dim, key_dim = layer.state_shape
     want = (heads, key_dim, value_dim) if layout == "kv" else (heads, value_dim, key_dim)

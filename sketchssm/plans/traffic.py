@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.layer.checks import check_number, check_size
+from sketchssm.layer.checks import as_array, check_number
 from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.layer.recurrence import FULL_STATE, KINDS, PROPERTIES, check_choice
+from sketchssm.layer.recurrence import FULL_STATE, KINDS, MAX_ELEMENTS, PROPERTIES, check_choice, check_integer
 from sketchssm.layer.residual import residual_bytes
 
 __all__ = ["compressed", "read_only_copy", "reduction", "replay", "sketch", "sketch_read", "standard", "state_bytes"]
@@ -84,7 +84,7 @@ def replay(key_dim: int, value_dim: int, window: int = 16, state_dtype: str = "f
         ``D + D / W``.
     """
     state = state_bytes(key_dim, value_dim, state_dtype)
-    return state + state / check_size("window", window)
+    return state + state / _checked("window", window)
 
 
 def compressed(key_dim: int, value_dim: int, *, bits: float | None = None, sparsity: float | None = None) -> float:
@@ -133,7 +133,7 @@ def read_only_copy(key_dim: int, value_dim: int, bits: float, window: int = 16) 
     float
         ``((W - 1) D / C_rate + 2 D) / W``, from the appendix *Ablation of Preserving Full-State Updates*.
     """
-    reads = check_size("window", window) - 1
+    reads = _checked("window", window) - 1
     return (reads * _quantised(key_dim, value_dim, bits) + standard(key_dim, value_dim)) / window
 
 
@@ -182,10 +182,10 @@ def sketch_read(
     check_choice("kind", kind, KINDS)
     map, form = CoefficientMap.of(map), SketchFormat.of(sketch_dtype)
     state = state_bytes(key_dim, value_dim, state_dtype) / (2 if form.shadows(state_dtype) else 1)
-    g = np.asarray(rank, dtype=np.float64)
+    g: Bytes = as_array("rank", rank, np.float64)
     if not ((g == FULL_STATE) | (g >= 0)).all():
         raise ValueError(f"rank: expected FULL_STATE or numbers of at least 0, got {rank!r}")
-    erase = 2 * check_size("window", window) if map.storage == "dense" and PROPERTIES[kind].erases else 0
+    erase = 2 * _checked("window", window) if map.storage == "dense" and PROPERTIES[kind].erases else 0
     rank = np.maximum(g, 0.0)  # 0 where the state is read
     size = form.bytes(map, rank, key_dim, value_dim) + erase * rank
     size = size + residual_bytes(residual_bits, key_dim, value_dim)
@@ -272,5 +272,9 @@ def _quantised(key_dim: int, value_dim: int, bits: float) -> float:
 
 
 def _check_shape(key_dim: int, value_dim: int) -> None:
-    check_size("key_dim", key_dim)
-    check_size("value_dim", value_dim)
+    _checked("key_dim", key_dim)
+    _checked("value_dim", value_dim)
+
+
+def _checked(name: str, size: int) -> int:
+    return check_integer(name, size, 1, MAX_ELEMENTS)

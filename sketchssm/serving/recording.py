@@ -138,10 +138,13 @@ class LayerRecord:
             g = log_decays(g, gate)
         given = [None if x is None else x[None].float() for x in (q, k, v, g, beta)]
         carry = None if state is None else Carry(state.float())
+        before = [(sums, dict(vars(sums))) for sums in self.sums.values()]  # an update changes no array in place
         try:
             for sums in self.sums.values():
                 sums.update(*given, carry=carry)
         except ValueError as error:
+            for sums, attributes in before:  # all sums are of the same tokens
+                vars(sums).update(attributes)
             self.skipped += 1
             self.recording.skip(self.skipped, f"{self.name}: {error}")
         else:
