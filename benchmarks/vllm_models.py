@@ -28,8 +28,8 @@ def nemotron_nano():
 
 
 def qwen3_next():
-    """Half of Qwen3-Next-80B-A3B, as the whole has 160 GB: 18 gdn layers, 6 attention layers, all 512 experts."""
-    layers = 24
+    """A third of Qwen3-Next-80B-A3B, as the whole has 160 GB: 12 gdn layers, 4 attention layers, all 512 experts."""
+    layers = 16
     return {
         "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_hidden_layers": layers,
         "layer_types": ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)],
@@ -45,16 +45,16 @@ def qwen3_next():
 
 
 def kimi_linear():
-    """Kimi-Linear-48B-A3B: 20 kda layers and 7 attention layers."""
-    full = [4, 8, 12, 16, 20, 24, 27]
+    """More than half of Kimi-Linear-48B-A3B, as the whole has 98 GB: 12 kda layers and 4 attention layers."""
+    layers, full = 16, [4, 8, 12, 16]
     return {
-        "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "num_hidden_layers": 27,
+        "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "num_hidden_layers": layers,
         "hidden_size": 2304, "intermediate_size": 9216, "vocab_size": 163840, "num_attention_heads": 32,
         "num_key_value_heads": 32, "head_dim": 72, "hidden_act": "silu", "rms_norm_eps": 1e-5, "kv_lora_rank": 512,
         "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "mla_use_nope": True,
         "rope_theta": 10000.0,
         "linear_attn_config": {
-            "full_attn_layers": full, "kda_layers": [i for i in range(1, 28) if i not in full],
+            "full_attn_layers": full, "kda_layers": [i for i in range(1, layers + 1) if i not in full],
             "head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4,
         },
         "num_experts": 256, "num_experts_per_token": 8, "num_shared_experts": 1, "moe_intermediate_size": 1024,
