@@ -6,7 +6,8 @@ For comparisons of commits. The measurements are those of `sketchssm bench --bac
 script writes their numbers, for one map, with the names of earlier reports. `--systems standard,peers` leaves replay
 and sketches out and times the other installed libraries. `--raw-gate` gives heads of kda raw gate inputs.
 `--sketch-dtype` and `--mean-rank` list formats of sketches and mean ranks of all shapes; each pair is timed.
-`--monitor 1` measures the sketch's error at every flush.
+`--monitor 1` measures the sketch's error at every flush. With a large `--tolerance` flushes compare it too; with a
+small one all rows are soon read exactly.
 """
 
 import argparse
@@ -61,11 +62,13 @@ def measure(shape, batch, state_dtype, bandwidth, args):
         row |= {} if sketch_dtype == DEFAULT_FORMAT else {"sketch_dtype": sketch_dtype}
         row |= {} if mean is None else {"mean_rank": mean}
         row["rank_max"] = args.rank_max
-        row |= {"monitor": args.monitor} if args.monitor else {}
+        watched = {"monitor": args.monitor} if args.monitor else {}
+        watched |= {} if args.tolerance is None else {"tolerance": args.tolerance}
+        row |= watched
         listed = bench.systems(layer, args.window, [plan], gate, state_dtype)
         for name, system in zip(("standard", "replay", "sketch"), listed, strict=True):
-            if name == "sketch" and args.monitor:
-                system = replace(system, build=partial(system.build, monitor=args.monitor))
+            if name == "sketch" and watched:
+                system = replace(system, build=partial(system.build, **watched))
             if name in args.systems and not (rows and name != "sketch"):
                 row |= flat(name, bench.measure_device(shape, system, work, bandwidth, **pace))
         rows.append(row)
@@ -97,6 +100,7 @@ def main():
     parser.add_argument("--window", type=int, default=16)
     parser.add_argument("--state-dtypes", default="float32", help="types of states in memory, with commas")
     parser.add_argument("--monitor", type=int, default=0, help="one flush of so many is measured")
+    parser.add_argument("--tolerance", type=float, help="error above which rows are read exactly; with --monitor")
     parser.add_argument("--raw-gate", action="store_true", help="for kda")
     parser.add_argument("--seconds", type=float, default=0.05, help="for each system")
     parser.add_argument("--duty", type=float, default=1.0, help="share of the time that the device works")

@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         return reinterpret_cast<uint4*>(parts[part].first + (source ? pair.x : pair.y) * parts[part].stride) + unit;
     };
     const bool moves = blockIdx.x == 0 && static_cast<int>(threadIdx.x) < count && pairs[threadIdx.x].y >= 0;
-    const int word = moves ? *cursors.of(pairs[threadIdx.x].x) & (POSITION | DUE) : 0;  // no drafts
+    const int word = moves ? *cursors.of(pairs[threadIdx.x].x) & (POSITION | DUE | EXACT) : 0;  // no drafts
 #pragma unroll
     for (int n = 0; n < HELD; n++) {
         const uint4* const from = place(threadIdx.x + n * THREADS, true);
@@ -69,6 +69,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         slots.note(slot);
         if (slot < 0) continue;
         int* const word = Strided<int>{cursor, cursor_stride}.of(slot);
-        *word = (*word & POSITION) | Clock{clock_word}.stroke();
+        *word = (*word & (POSITION | EXACT)) | Clock{clock_word}.stroke();
     }
 }

@@ -111,12 +111,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT_BLOCKS)
         if (last) schedule->reset();
     }
     __syncthreads();
+    if (LASTING && last && mode == STEP) compare_with_tolerance(flush);
     if (!last || mode == STEP) return;
     if (mode == DRAFT) {  // the draft read sets the other rows' cursors
-        for (int i = threadIdx.x; i < count; i += 32 * WARPS) *memory.cursor.of(schedule->rows[i].slot) = 0;
+        for (int i = threadIdx.x; i < count; i += 32 * WARPS) *memory.cursor.of(schedule->rows[i].slot) &= LASTING;
     } else {
         const int stroke = clock.stroke();
-        set_cursors([&](int) { return stroke; });
+        const int kept = mode == FOLD ? LASTING : 0;
+        set_cursors([&](int word) { return (word & kept) | stroke; });
     }
 }
 #endif

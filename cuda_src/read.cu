@@ -31,8 +31,9 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
         for (int i = lane; i < count; i += 32) arg.out.of(row)[first + i] = narrow<OUT>(0.f);
     };
     auto list = [&](int slot, int row, int word, bool measured) {
+        const u32 measure = word & LASTING ? UNCOUNTED : measured ? MEASURED : UNMEASURED;
         schedule->rows[atomicAdd(&schedule->due, 1)] =
-            DueRow{slot, static_cast<u32>(row), static_cast<u32>(position_of(word, W)), measured};
+            DueRow{slot, static_cast<u32>(row), static_cast<u32>(position_of(word, W)), measure};
     };
 #if SKETCHED_HEADS  // before the wait: only data that no kernel changes
     extern __shared__ uint4 shared[];
@@ -104,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
         bool reads = slot < 0 || !flushes_now(word, W);
         due |= !reads;
 #if MONITOR
-        if (!reads && Strided<ErrorSums>{errors, errors_stride}.of(slot)->measures()) reads = measures = true;
+        if (!reads && !(word & LASTING) && Strided<ErrorSums>{errors, errors_stride}.of(slot)->measures()) reads = measures = true;
 #endif
         const int pos = reads ? position_of(word, W) : NO_READ;
         block.rows[i] = make_int2(slot, pos);

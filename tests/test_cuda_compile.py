@@ -126,6 +126,7 @@ def variants():
         "qwen3-next-fp16-states-replay": ReplayEngine(layer, 1, 16, **stored),
         "qwen3-next-fp16-states-ridge": SketchEngine(plan, 1, **stored),
         "qwen3-next-monitor": SketchEngine(plan, 1, monitor=2),
+        "qwen3-next-tolerance": SketchEngine(plan, 1, monitor=2, tolerance=0.01),
     }
     chosen = {f"{name}-{v.operation}": v for name, engine in engines.items() for v in engine.variants()}
     drafts = {f"{name}_draft": draft_variant(v) for name, v in chosen.items() if v.operation == "read"}

@@ -6,7 +6,7 @@ import pytest
 from host import fixtures
 from ledger import Ledger
 from samples import plan_of, states_of, tokens_of
-from test_errors import call
+from test_errors import call, continue_exactly, go_on_exactly
 
 import sketchssm as ss
 from sketchssm.layer.recurrence import FULL_STATE, Layer
@@ -48,23 +48,27 @@ rounded to 2^-9 and cancel in part. Codes: by 1/254 of a column's largest. Of re
 a level, as states are in bf16."""
 
 
+def small_tokens(rng, layer, batch, count):
+    """Tokens in bf16 with small decays and writes, so that reads at the end of a window are of the state."""
+    tokens = tokens_of(rng, layer, batch, count)
+    tokens = tokens._replace(**{name: getattr(tokens, name).astype(BFLOAT16).astype(np.float32) for name in "qkv"})
+    tokens.g[...] *= 0.05
+    if layer.erases:
+        tokens.beta[...] *= 0.3
+    return tokens
+
+
 @pytest.mark.parametrize(("layer", "window", "activation", "form", "plan", "ranks"), CASES)
 def test_errors_of_reads_at_flush_tokens(layer, window, activation, form, plan, ranks):
-    """Every second flush; rows at different positions, and betas above 1, whose windows are folded token by token.
-
-    Decays and writes are small, so that reads at the end of a window are of the state.
-    """
+    """Every second flush; rows at different positions, and betas above 1, whose windows are folded token by token."""
     rng = np.random.default_rng(8)
     plan = plan_of(rng, layer, ranks, window=window, **plan)
     head = ss.SketchHead(
         plan, SLOTS, "cuda", sketch_dtype=form, activation_dtype=activation, output_dtype="float32", monitor=2
     )
     head.warmup()
-    tokens = tokens_of(rng, layer, 3, 3 * window)
-    tokens = tokens._replace(**{name: getattr(tokens, name).astype(BFLOAT16).astype(np.float32) for name in "qkv"})
-    tokens.g[...] *= 0.05
+    tokens = small_tokens(rng, layer, 3, 3 * window)
     if layer.erases:
-        tokens.beta[...] *= 0.3
         tokens.beta[1, :window] = 1.5
     ledger = Ledger(head, SLOTS)
     head.load_state(states_of(rng, layer, SLOTS))
@@ -95,11 +99,36 @@ def test_requests_carry_their_sums(cupy, rng):
         slots = [*slots[1:], slots[0]]
 
 
+def test_exact_reads_go_on_through_all_calls(rng):
+    layer = Layer("kda", 4, 64, 64, 4)
+    make = {"sketch_dtype": "float32", "activation_dtype": "float32", "monitor": 2, "tolerance": 1e-9}
+    head = ss.SketchHead(plan_of(rng, layer, RANKS, window=4), SLOTS, "cuda", phase=1, **make)
+    head.warmup(drafts=True)
+    go_on_exactly(Ledger(head, SLOTS), rng, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize(("layer", "window", "activation", "form", "plan", "ranks"), CASES)
+def test_requests_above_a_tolerance_continue_exactly(layer, window, activation, form, plan, ranks):
+    rng = np.random.default_rng(8)
+    plan = plan_of(rng, layer, ranks, window=window, **plan)
+    make = {"sketch_dtype": form, "activation_dtype": activation, "output_dtype": "float32", "monitor": 2}
+
+    def head_of(**own):
+        head = ss.SketchHead(plan, SLOTS, "cuda", **make, **own)
+        head.warmup()
+        return head
+
+    tokens = small_tokens(rng, layer, 2, 9 * window)
+    continue_exactly(head_of, tokens, states_of(rng, layer, 2), 1e-4)
+
+
 def test_graphs_measure_and_begin_requests(cupy, rng):
-    """A captured step counts its flushes on the device; a captured `adopt` clears the sums."""
+    """A captured step counts its flushes on the device, and finds errors above the tolerance; a captured `adopt`
+    clears the sums.
+    """
     layer = Layer("kda", 4, 64, 64, 4)
     plan, state = plan_of(rng, layer, RANKS, window=4), states_of(rng, layer, 2)
-    make = {"sketch_dtype": "float32", "activation_dtype": "float32", "monitor": 2}
+    make = {"sketch_dtype": "float32", "activation_dtype": "float32", "monitor": 2, "tolerance": 1e-9}
     heads = [ss.SketchHead(plan, SLOTS, "cuda", **make) for _ in range(2)]
     tokens = [None if x is None else cupy.asarray(x[:, 0]) for x in tokens_of(rng, layer, 2, 1)]
     slots, out, stream = cupy.asarray(np.array([3, 1])), cupy.empty((2, 4, 64), np.float32), cupy.cuda.Stream()
@@ -108,14 +137,21 @@ def test_graphs_measure_and_begin_requests(cupy, rng):
         head.load_state(state, [3, 1])
     step, begin = (captured(x, stream) for x in (
         lambda: heads[0].step(*tokens, slots=slots, out=out), lambda: heads[0].adopt(slots)))  # fmt: skip
-    for _ in range(14):
+    for _ in range(27):
         step.launch(stream)
         stream.synchronize()
         heads[1].step(*tokens, slots=slots, out=out)
+    assert not heads[0].errors().exact.any()
+    for _ in range(3):
+        step.launch(stream)
+        stream.synchronize()
+        heads[1].step(*tokens, slots=slots, out=out)
+    assert heads[0].position.get().tolist() == [0] * SLOTS
     found, want = (head.errors() for head in heads)
-    np.testing.assert_array_equal(found.samples, [0, 2, 0, 2])
+    np.testing.assert_array_equal(found.samples, [0, 4, 0, 4])
+    np.testing.assert_array_equal(found.exact, [False, True, False, True])
     np.testing.assert_array_equal(found.error, want.error)
     assert (found.error[1, [0, 1, 3]] > 0).all()
     begin.launch(stream)
     stream.synchronize()
-    assert not heads[0].errors().samples.any()
+    assert not heads[0].errors().samples.any() and not heads[0].errors().exact.any()

@@ -3,12 +3,13 @@
 #include "encode/residual.cuh"
 #include "flush/sketch_memory.cuh"
 #include "flush/stages.cuh"
+#include "slot/schedule.cuh"
 
 // Work tile: a (row, head); index = row * HEADS + head. `buffered`: tokens in the ring. slot < 0: past the last tile.
-// `measured`: the read kernel has left the sketch's answers in the place of the outputs.
+// `measure`: as of DueRow; if MEASURED, the read kernel has left the sketch's answers in the place of the outputs.
 struct alignas(8) FlushTile {
     int slot;
-    u32 index : 25, buffered : 6, measured : 1;
+    u32 index : 26 - MEASURE_BITS, buffered : 6, measure : MEASURE_BITS;
     DEVICE bool exists() const { return slot >= 0; }
     DEVICE int row() const { return index / HEADS; }
     DEVICE int head() const { return index % HEADS; }

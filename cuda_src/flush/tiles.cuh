@@ -113,7 +113,7 @@ struct BlockError {
     out_t answers[2];  // of rows r and r + 8, in lanes (r, 0)
 
     DEVICE BlockError(const Flush& f, const FlushTile& tile) {
-        const bool given = tile.measured && threadIdx.x % 4 == 0;
+        const bool given = tile.measure == MEASURED && threadIdx.x % 4 == 0;
 #pragma unroll
         for (int half = 0; half < 2; half++)
             answers[half] = given ? f.output(tile)[threadIdx.x / 32 * 16 + value_row(half)] : out_t();
@@ -138,21 +138,44 @@ struct BlockError {
 #if MONITOR
         ErrorSums& sums = f.errors.of(tile.slot)[tile.head() * ROW_BLOCKS + threadIdx.x / 32];
         const bool first = threadIdx.x % 32 == 0;
-        if (tile.measured) {
+        if (tile.measure == MEASURED) {
             error = warp_sum(error), energy = warp_sum(energy);
             if (first && (FULL_STATE_HEADS == 0 || f.heads[tile.head()].x > 0)) atomicAdd(&sums.error, error);
             if (first) atomicAdd(&sums.energy, energy);
         }
-        if (first) atomicAdd(&sums.flushes, 1.f);
+        if (first && tile.measure != UNCOUNTED) atomicAdd(&sums.flushes, 1.f);
 #endif
     }
 };
+
+// After all flushes of a step: rows whose error is above the tolerance are read exactly from the next token on. By all
+// threads of a block. The sums, and the cursors, are those that other blocks have written.
+DEVICE void compare_with_tolerance([[maybe_unused]] const Flush& f) {
+#ifdef TOLERANCE
+#pragma unroll 1
+    for (int i = threadIdx.x / 32; i < f.count; i += WARPS) {
+        const DueRow entry = f.schedule->rows[i];
+        if (entry.measure != MEASURED) continue;
+        const float4* const sums = reinterpret_cast<const float4*>(f.errors.of(entry.slot));
+        float error = 0, energy = 0, flushes = 0;
+#pragma unroll 4
+        for (int n = threadIdx.x % 32; n < HEADS * ROW_BLOCKS; n += 32) {
+            const float4 x = __ldcg(sums + n);
+            error += x.x, energy += x.y, flushes = x.z;
+        }
+        error = warp_sum(error), energy = warp_sum(energy);
+        const bool above = !(error <= static_cast<float>(TOLERANCE) * energy);  // NaN is above
+        if (threadIdx.x % 32 == 0 && flushes > (LEAST_SAMPLES - 1) * MONITOR && above)
+            atomicOr(f.memory.cursor.of(entry.slot), EXACT);
+    }
+#endif
+}
 
 constexpr FlushTile NO_TILE{-1};
 // Tile number i of the flush. The tiles of a row are consecutive; `entry` is the row's entry in the schedule.
 DEVICE FlushTile tile_at(int i, const DueRow& entry) {
     return FlushTile{entry.slot, static_cast<u32>(entry.row * HEADS + i % HEADS), entry.buffered,
-                     entry.measured};
+                     entry.measure};
 }
 
 // A warp's iteration over its block's tiles.

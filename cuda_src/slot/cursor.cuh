@@ -7,23 +7,36 @@
 DEVICE int position_of(int word, int window) { return min(word & POSITION, window - 1); }
 DEVICE int drafted_of(int word) { return word >> DRAFTED_SHIFT & 15; }
 
+// -D TOLERANCE (a float): requests with a larger error are read exactly (slot/errors.cuh). LASTING: the bit of a word
+// that says so, and that every call but those that begin a request keeps.
+#ifdef TOLERANCE
+constexpr int LASTING = EXACT;
+#else
+constexpr int LASTING = 0;
+#endif
+
 // Whether a plain token flushes the row.
-DEVICE bool flushes_now(int word, int window) { return word & DUE || position_of(word, window) == window - 1; }
+DEVICE bool flushes_now(int word, int window) {
+    return word & (DUE | LASTING) || position_of(word, window) == window - 1;
+}
 // The word after a plain token.
-DEVICE int after_token(int word, int window) { return flushes_now(word, window) ? 0 : position_of(word, window) + 1; }
+DEVICE int after_token(int word, int window) {
+    return (word & LASTING) | (flushes_now(word, window) ? 0 : position_of(word, window) + 1);
+}
 // Whether a row must fold its committed tokens before it drafts `length` tokens.
 DEVICE bool folds_before(int word, int length, int window) {
-    return word & DUE || position_of(word, window) + length > window - 1;
+    return word & (DUE | LASTING) || position_of(word, window) + length > window - 1;
 }
 // The word when a row begins a draft: at position 0 if it folds before.
 DEVICE int after_draft(int word, int length, int window) {
-    return (folds_before(word, length, window) ? 0 : position_of(word, window)) | length << DRAFTED_SHIFT;
+    const int position = folds_before(word, length, window) ? 0 : position_of(word, window);
+    return (word & LASTING) | position | length << DRAFTED_SHIFT;
 }
 // The word after a commit.
 DEVICE int after_commit(int word, i64 accepted, int window) {
     const int position = position_of(word, window), drafted = min(drafted_of(word), window - 1 - position);
     const int kept = accepted < 0 ? 0 : accepted < drafted ? static_cast<int>(accepted) : drafted;
-    return (word & DUE) + position + kept;
+    return (word & (DUE | EXACT)) + position + kept;
 }
 
 // Lengths of a draft call's rows, at most `tokens` each; `rows` null: every row drafts `tokens`.

@@ -4,7 +4,8 @@
 // outputs. The flush then waits for the end of the reads, compares each answer with the output that replaces it, and
 // adds to the sums of the slot. One warp of a flush adds to a row block's sums: no order of additions changes.
 //
-// -D MONITOR: every so many flushes of a slot are measured. Without it none is.
+// -D MONITOR: every so many flushes of a slot are measured. Without it none is. With -D TOLERANCE the last block of a
+// flush compares the sums of measured rows with it (`compare_with_tolerance`).
 #pragma once
 #include "lib/strided.cuh"
 

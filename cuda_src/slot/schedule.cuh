@@ -1,11 +1,16 @@
 // Data in global memory that the kernels of a call pass to each other: the list of rows to flush.
 #pragma once
 #include "lib/common.cuh"
+#include "slot/cursor.cuh"
 
-// A row to flush, the number of tokens in its ring, and whether its error is measured (slot/errors.cuh).
+// What a flush does to the sums of its row's errors (slot/errors.cuh). UNCOUNTED: nothing, as all reads are exact.
+enum { UNMEASURED, MEASURED, UNCOUNTED };
+constexpr int MEASURE_BITS = LASTING ? 2 : 1;
+
+// A row to flush, the number of tokens in its ring, and what the flush does to the row's errors.
 struct alignas(8) DueRow {
     int slot;
-    u32 row : 16, buffered : 15, measured : 1;
+    u32 row : 16, buffered : 16 - MEASURE_BITS, measure : MEASURE_BITS;
 };
 
 // An engine has one Schedule for each stream and each captured graph. All fields are zero at first. After every step,

@@ -58,7 +58,8 @@ def header() -> str:
     numbers |= {"STEP": STEP, "FOLD": FOLD, "LOAD": LOAD, "DRAFT": DRAFT, "WIDE": WIDE, "COUNTED": COUNTED}
     numbers |= {"MAX_ROWS": MAX_ROWS, "STANDARD_WARPS": STANDARD_WARPS, "ALIGN": ALIGN}
     numbers |= {"KERNEL_PIVOTS": KERNEL_PIVOTS, "STATIC_SHARED": STATIC_SHARED, "MAX_RANK": MAX_RANK}
-    numbers |= {"POSITION": slots.POSITION, "DUE": slots.DUE}
+    numbers |= {"POSITION": slots.POSITION, "DUE": slots.DUE, "EXACT": slots.EXACT}
+    numbers |= {"LEAST_SAMPLES": slots.LEAST_SAMPLES}
     numbers |= {"DRAFTED_SHIFT": slots.DRAFTED_SHIFT, "MAX_DRAFTS": slots.MAX_DRAFTS}
     forms = [f"#define {name.upper()} {number}" for name, number in MAPS.items()]
     return "\n".join([*forms, *macros(), *(f"constexpr int {name} = {number};" for name, number in numbers.items())])

@@ -69,7 +69,9 @@ class WindowEngine(DeviceEngine):
         raw_keys = constants["ACT"] == TYPES["bfloat16"] and not layer.channel_decays  # RAW_KEYS in flush/config.cuh
         blocks = blocks_per_multiprocessor(layer, raw_keys, constants["MAP"] == MAPS["dense"])
         pace = read_pace(cupy.cuda.Device().attributes)
-        monitor = {"MONITOR": self._options.monitor} if self._options.monitor else {}
+        monitor: dict[str, float] = {"MONITOR": self._options.monitor} if self._options.monitor else {}
+        if self._options.tolerance is not None:
+            monitor["TOLERANCE"] = float(self._options.tolerance)
         read, flush = constants | monitor | {"PACE": pace}, constants | monitor | {"BLOCKS": blocks}
         if not packed.adapts:
             return [Variant("read", read), Variant("flush", flush)]
@@ -237,7 +239,7 @@ class ReplayEngine(WindowEngine):
 class SketchEngine(WindowEngine):
     """Exact states, written once in a window and read through their sketches in between."""
 
-    supports = WindowEngine.supports | {"monitor"}
+    supports = WindowEngine.supports | {"monitor", "tolerance"}
 
     def __init__(
         self,

@@ -225,6 +225,7 @@ template <class T> T atomicMax(T* at, std::type_identity_t<T> x) {
     *at = old < x ? x : old;
     return old;
 }
+template <class T> T atomicOr(T* at, std::type_identity_t<T> x) { const T old = *at; *at = old | x; return old; }
 template <class T> T atomicExch(T* at, std::type_identity_t<T> x) { const T old = *at; *at = x; return old; }
 template <class T> T atomicCAS(T* at, std::type_identity_t<T> is, std::type_identity_t<T> x) {
     const T old = *at;
