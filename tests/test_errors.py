@@ -242,3 +242,7 @@ def test_lines_of_an_engines_log(layer, rng, monkeypatch):
     most = max(head.errors([slot]).relative for slot in (0, 1))
     each = f"{head.errors([0, 1]).relative:.1e} ({most:.1e})"
     assert len(lines) == 1 and lines[0].endswith(f": layers.0 {each}, layers.1 {each}")
+    bounded = ledger_of(layer, "reference", tolerance=1e-9).head
+    bounded.step(*tokens_of(rng, layer, 2, LEAST_SAMPLES * WINDOW))
+    log.write({"layers.0": bounded}, [0, 1, 2])
+    assert lines[1].endswith(", 2 exact)")

@@ -135,4 +135,8 @@ def test_errors_that_heads_report(qwen):
         assert [sorted(x.samples) for x in found.values()] == [[0, 1, 1]] * len(plans)
         assert all(x.relative > 0 for x in found.values())
         assert not patched.errors()[next(iter(plans))].samples.any()
+    bounded = settings | {"tolerance": 1e-20}
+    assert set(st.evaluate(qwen, text(2, 5 * WINDOW), plans, **bounded).exact_rows.values()) == {2}
+    with st.patch(qwen, plans, **bounded) as patched:
+        assert not any(x.exact.any() for x in patched.errors().values())
     refused(r"monitor: expected patch\(..., monitor=1 or more\) with", st.patch(qwen, "replay", backend="cpu").errors)

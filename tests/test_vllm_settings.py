@@ -50,6 +50,8 @@ def test_switched_on():
         ({"plans": "replay", "mean_rank": 8}, ValueError, "mean_rank: expected none"),
         ({"plans": "replay", "monitor": 2}, ValueError, "monitor: expected none with plans='replay', got 2"),
         ({"plans": "/plans", "monitor": True}, ValueError, "monitor: expected an integer from 0"),
+        ({"plans": "/plans", "tolerance": 0.1}, ValueError, "tolerance: expected None without a monitor"),
+        ({"plans": "/plans", "monitor": 1, "tolerance": 0}, ValueError, "tolerance: expected a finite number above 0"),
         ({"plans": "record:x", "reduction": 8}, ValueError, "reduction: expected none"),
         ({"plans": "/plans", "mean_rank": 8, "reduction": 8}, ValueError, "mean_rank: expected none beside"),
         ({"plans": "/plans", "mean_rank": 0}, ValueError, "mean_rank: expected a finite number of at least 1"),

@@ -35,6 +35,7 @@ class Recipe:
     activation_dtype: str | None = "bfloat16"  # of q, k and v on "cuda"
     gate: Any = None  # of kda: parameters of the raw gates
     monitor: int = 0  # of sketches: measures one flush of so many
+    tolerance: float | None = None  # of sketches: requests with larger errors continue with exact reads
 
     @property
     def _types(self) -> dict[str, Any]:
@@ -60,7 +61,8 @@ class Recipe:
         source = self.source
         if isinstance(source, SketchPlan):
             phase = self._phase(source.window)
-            return SketchHead(source, num_slots, self.backend, phase=phase, monitor=self.monitor, **common)
+            common |= {"monitor": self.monitor, "tolerance": self.tolerance}
+            return SketchHead(source, num_slots, self.backend, phase=phase, **common)
         if self.system == "replay":
             phase = self._phase(self.window)
             return ReplayHead(source, num_slots, self.backend, window=self.window, phase=phase, **common)

@@ -39,7 +39,8 @@ class ErrorLog:
                 continue
             samples = max(samples, int(found.samples.sum()))
             each = found.error[measured].sum(1) / np.maximum(found.energy[measured].sum(1), 1e-30)
-            parts.append(f"{name} {found.relative:.1e} ({each.max():.1e})")
+            exact = "" if head.tolerance is None else f", {found.exact.sum()} exact"
+            parts.append(f"{name} {found.relative:.1e} ({each.max():.1e}{exact})")
         if parts:
             requests = "1 request" if len(slots) == 1 else f"{len(slots)} requests"
             self._tell(

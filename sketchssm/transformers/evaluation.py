@@ -58,6 +58,8 @@ class ModelEvaluation:
         State traffic by layer.
     errors : dict of str to float
         Relative squared error of sketches by layer, of heads with a `monitor`; see `SketchHead.errors`.
+    exact_rows : dict of str to int
+        Number of rows that ended with exact reads by layer, of heads with a `tolerance`.
     """
 
     tokens: int
@@ -68,6 +70,7 @@ class ModelEvaluation:
     divergence: float
     layers: dict[str, LayerTraffic]
     errors: dict[str, float]
+    exact_rows: dict[str, int]
 
     @property
     def increase(self) -> float:
@@ -147,6 +150,7 @@ def evaluate(
     parts = []
     watched = {name: head for name, head in heads.items() if isinstance(head, SketchHead) and head.monitor}
     measured = {name: np.zeros(2) for name in watched}
+    exact = {name: 0 for name, head in watched.items() if head.tolerance is not None}
     with inference(model):
         for i, row in enumerate(rows):
             step(f"row {i + 1} of {len(rows)}")
@@ -154,6 +158,8 @@ def evaluate(
             for name, head in watched.items():  # which the next row resets
                 own = head.errors()
                 measured[name] += own.error.sum(), own.energy.sum()
+                if name in exact:
+                    exact[name] += int(own.exact.sum())
     sums = np.array(parts)
     counts = np.array([row.size - 1 for row in rows])
     loss, patched, agreed, divergence = (float(x) for x in sums.sum(axis=0) / counts.sum())
@@ -161,7 +167,7 @@ def evaluate(
     error = float(increases.std(ddof=1) / len(rows) ** 0.5) if len(rows) > 1 else math.nan
     costs = {name: _traffic(x, heads.get(name)) for name, x in found.items()}
     errors = {name: float(one / energy) if energy else math.nan for name, (one, energy) in measured.items()}
-    return ModelEvaluation(int(counts.sum()), loss, patched, error, agreed, divergence, costs, errors)
+    return ModelEvaluation(int(counts.sum()), loss, patched, error, agreed, divergence, costs, errors, exact)
 
 
 @contextmanager

@@ -146,6 +146,7 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
             model if self.backend == "cuda" else None,
             self.gate(),
             settings.monitor,
+            settings.tolerance,
         )
 
     @cached_property

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from sketchssm.arrays.options import check_tolerance
 from sketchssm.calibrate.allocation import budget_of
 from sketchssm.cuda import WINDOWS
 from sketchssm.layer.checks import check_number
@@ -26,7 +27,8 @@ RECORD = "record:"
 """Before the path of a calibration to write."""
 
 SYSTEM_OF = {"window": ("replay", "record"), "mean_rank": ("sketch",), "reduction": ("sketch",),
-             "monitor": ("sketch",), "tokens": ("record",), "share": ("record",)}  # fmt: skip
+             "monitor": ("sketch",), "tolerance": ("sketch",),
+             "tokens": ("record",), "share": ("record",)}  # fmt: skip
 """Fields that only some systems have."""
 
 WORDS = f"'standard', 'replay' or '{RECORD}FILE'"
@@ -42,6 +44,7 @@ class Settings:
     mean_rank: float | None = None  # of plans from a calibration
     reduction: float | None = None  # of plans with residuals from a calibration, in place of `mean_rank`
     monitor: int = 0  # of sketches: measures their errors at one flush of so many, for the log
+    tolerance: float | None = None  # with `monitor`: requests with larger errors continue with exact reads
     tokens: int = 65536  # of a calibration that is recorded
     share: float = 0.05  # most of the engine's time that recording takes; 1 for all tokens
 
@@ -54,6 +57,7 @@ class Settings:
             raise TypeError(f"phases: expected True or False, got {type(self.phases).__name__}")
         check_window(self.window, 1)
         check_integer("monitor", self.monitor, 0, 1 << 16)
+        check_tolerance(self.tolerance, self.monitor)
         check_integer("tokens", self.tokens, 1024, 2**40)
         check_number("share", self.share, "a number from 0.001 to 1", lambda x: 0.001 <= x <= 1)
         budget_of(self.mean_rank, self.reduction)
