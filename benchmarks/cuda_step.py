@@ -7,7 +7,7 @@ script writes their numbers, for one map, with the names of earlier reports. `--
 and sketches out and times the other installed libraries. `--raw-gate` gives heads of kda raw gate inputs.
 `--sketch-dtype` and `--mean-rank` list formats of sketches and mean ranks of all shapes; each pair is timed.
 `--monitor 1` measures the sketch's error at every flush. With a large `--tolerance` flushes compare it too; with a
-small one all rows are soon read exactly.
+small one all rows are soon read exactly. `--full-state-heads 8` makes eight heads full-state heads.
 """
 
 import argparse
@@ -21,10 +21,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from sketchssm.layer.coefficients import MAPS
 from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS
+from sketchssm.layer.recurrence import FULL_STATE
 from sketchssm.study import bench
 
 
@@ -57,11 +60,13 @@ def measure(shape, batch, state_dtype, bandwidth, args):
     rows = []
     for sketch_dtype, mean in itertools.product(args.sketch_dtype, args.mean_rank):
         ranks = bench.spread_ranks(layer.heads, mean or bench.MEAN_RANKS[shape], args.rank_max)
+        ranks[np.arange(args.full_state_heads) * layer.heads // max(args.full_state_heads, 1)] = FULL_STATE
         plan = bench.random_plan(layer, ranks, args.window, args.map, 0, sketch_dtype)
         row = dict(head)
         row |= {} if sketch_dtype == DEFAULT_FORMAT else {"sketch_dtype": sketch_dtype}
         row |= {} if mean is None else {"mean_rank": mean}
         row["rank_max"] = args.rank_max
+        row |= {"full_state_heads": args.full_state_heads} if args.full_state_heads else {}
         watched = {"monitor": args.monitor} if args.monitor else {}
         watched |= {} if args.tolerance is None else {"tolerance": args.tolerance}
         row |= watched
@@ -97,6 +102,7 @@ def main():
     parser.add_argument("--sketch-dtype", nargs="+", choices=FORMATS, default=[DEFAULT_FORMAT])
     parser.add_argument("--mean-rank", type=int, nargs="+", default=[None], help="default: each shape's own")
     parser.add_argument("--rank-max", type=int, default=16, help="largest rank of a head")
+    parser.add_argument("--full-state-heads", type=int, default=0, help="of each layer, less than all")
     parser.add_argument("--window", type=int, default=16)
     parser.add_argument("--state-dtypes", default="float32", help="types of states in memory, with commas")
     parser.add_argument("--monitor", type=int, default=0, help="one flush of so many is measured")

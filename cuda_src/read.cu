@@ -79,12 +79,12 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     // Four warps for a full-state head of a row. Without sketches, the four warps are the whole block: no divergence.
     const int groups = SKETCHED_HEADS ? blockDim.x / (32 * QUARTERS) : 1, group = SKETCHED_HEADS ? warp / QUARTERS : 0;
     for (int i = blockIdx.x * groups + group; group < groups && i < FULL_STATE_HEADS * batch; i += gridDim.x * groups) {
-        const int part = warp % QUARTERS, row = i % batch, head = order[i / batch];
+        const int part = warp % QUARTERS, row = i % batch, nth = i / batch, head = order[nth];
         int slot = slots.of(row);
         const int word = slot < 0 ? 0 : *arg.memory.cursor.of(slot);
         slot = slots.once_in_warp(row, slot);
         if (!SKETCHED_HEADS && i < batch && threadIdx.x == 0) schedule->slots[row] = slot, slots.note(slot);
-        if (slot >= 0 && !flushes_now(word, W)) read_state(arg, head, row, slot, position_of(word, W), part);
+        if (slot >= 0 && !flushes_now(word, W)) read_state(arg, nth, head, row, slot, position_of(word, W), part);
         else if (slot < 0) zero(row, head * V + part * (V / QUARTERS), V / QUARTERS);
         else if (!SKETCHED_HEADS && i < batch && threadIdx.x == 0) list(slot, row, word, false);
         if (!SKETCHED_HEADS) break;  // one (row, head) a block

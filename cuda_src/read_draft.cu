@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
     for (int i = blockIdx.x * groups + group; group < groups && i < FULL_STATE_HEADS * batch; i += gridDim.x * groups) {
         const int row = i % batch, slot = slots.of(row);
         const int word = word_of(row, slot, !SKETCHED_HEADS && i < batch && threadIdx.x == 0);
-        read_state_drafts(arg, order[i / batch], row, slot, position_of(word, W), drafted_of(word), tokens,
+        read_state_drafts(arg, i / batch, order[i / batch], row, slot, position_of(word, W), drafted_of(word), tokens,
                           warp % QUARTERS);
     }
 #endif

@@ -10,6 +10,7 @@ from gpu.cuda_support import (
     ReplayEngine,
     SketchEngine,
     error,
+    full_reads,
     make_plan,
     poisoned,
     run_served,
@@ -53,7 +54,7 @@ def test_sketches_of_short_windows(name, kind, rng, cupy):
     full_state = plan.ranks == FULL_STATE
     assert len(set(folded)) > 5
     assert error(got[:, ~full_state], want[:, ~full_state]) < STORED["bfloat16"]
-    assert error(got[:, full_state], want[:, full_state]) < EXACT
+    assert error(got[:, full_state], want[:, full_state]) < full_reads()
     assert error(device.state.get(), oracle.state) < EXACT
 
 

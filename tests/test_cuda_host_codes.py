@@ -125,9 +125,9 @@ def test_a_state_of_zeros_reads_as_zeros(rng, host):
 
 
 def test_bytes(rng, host):
-    """A slot's sketches are the bytes of the format, each head padded to 128."""
+    """A slot's sketches are the bytes of the format, each head padded to 128, behind the full-state head's shadow."""
     plan = make_plan(heads.LAYER, [8, FULL_STATE], rng, map="ridge", window=4, sketch_dtype="int8")
     head = ss.SketchHead(plan, 2, "cuda", activation_dtype="bfloat16")
     part = {part.name: part for part in head.parts}["sketch"]
     assert part.dtype == "uint8"
-    assert part.shape == (-(-(8 * 144 + 4 * 8) // 128) * 128,)
+    assert part.shape == (2 * 64 * 80 + -(-(8 * 144 + 4 * 8) // 128) * 128,)

@@ -46,7 +46,7 @@ def head_on_cuda(plan, activation="float32", **options):
 
 def stored(head, plan, form, slot, which):
     """Columns U (G, V), rows B (G, K), codes (V, K), scales of rows and columns of one head, as a slot stores them."""
-    layer, packed = plan.layer, pack_plan(plan, form)
+    layer, packed = plan.layer, pack_plan(plan, form, "float32")
     rank, offset = packed.heads[which, :2]
     key, value, bits = layer.key_dim, layer.value_dim, BITS[which]
     memory = head._engine.memory["sketch"][slot]

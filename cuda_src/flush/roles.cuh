@@ -97,6 +97,10 @@ DEVICE void fold_tile(const Flush& f, const FlushTile& tile, int n, StateStage& 
     fence_async_proxy();
     __syncwarp();
     if (RAW_KEYS) rows.store(f.home(tile, block));
+    if constexpr (SHADOW) {
+        const int4 info = f.head(tile);
+        if (info.x == 0) rows.shade(reinterpret_cast<u16*>(f.packed(tile, info)) + 16 * block * K);
+    }
     if (SKETCHES) rows.set_norm(squares);
     m.operands_empty[n % OPERAND_STAGES].arrive();
     if (!RAW_KEYS) m.state_folded[n % STATE_STAGES][block].arrive();

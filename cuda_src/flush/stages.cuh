@@ -103,6 +103,20 @@ struct StateStage {
         full.commit();
     }
     DEVICE void store(state_t* to) const { bulk_store<PARTS>(to, state.data, STRIDE, BYTES); }
+    // Rounds the rows to bf16, to a shadow.
+    DEVICE void shade(u16* to) {
+#pragma unroll 4
+        for (int row = 0; row < 16; row++, to += K) {
+            ChannelShare<STATE> exact;
+            exact.load(state.at(row, 0));
+            float x[LK];
+#pragma unroll
+            for (int c = 0; c < LK; c++) x[c] = exact[c];
+            ChannelShare<BF16> rounded;
+            rounded.set_state(x);
+            rounded.store(to);
+        }
+    }
     // By the fold warp of the rows. `squares`: the lane's share of the sum of squares.
     DEVICE void set_norm(float squares) {
         squares = warp_sum(squares);

@@ -88,9 +88,9 @@ struct Flush {
         return memory.sketch.of(tile.slot) + info.y;
     }
     DEVICE out_t* output(const FlushTile& tile) const { return out.of(tile.row()) + tile.head() * V; }
-    // {rank, offsets} of the tile's head in the plan; zeros if no head has a sketch.
+    // {rank, offsets} of the tile's head in the plan; zeros if no head has a sketch or a shadow.
     DEVICE int4 head(const FlushTile& tile) const {
-        return SKETCHES || ENCODES ? heads[tile.head()] : make_int4(0, 0, 0, 0);
+        return SKETCHES || ENCODES || SHADOW ? heads[tile.head()] : make_int4(0, 0, 0, 0);
     }
     // Lane s: token s's scalar from the ring, or from the step's own token.
     template <class T> DEVICE float scalar(const FlushTile& tile, const T* kept, const T* own) const {

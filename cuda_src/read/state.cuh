@@ -4,8 +4,19 @@
 #include "read/tile.cuh"
 
 constexpr int QUARTERS = 4;
-constexpr int STATE_ROWS = LK > 4 ? 4 : 8;    // value rows of the state that a warp has in flight
+// Value rows of the state that a warp has in flight: as many bytes of a shadow.
+constexpr int STATE_ROWS = (LK > 4 ? 4 : 8) * (SHADOW ? 2 : 1);
 constexpr int STATE_LANES = 32 / STATE_ROWS;  // lanes that share a value row of the output
+// Type of what is read: the state, or its shadow (slot/sketch_layout.cuh).
+constexpr int SERVED = SHADOW ? BF16 : STATE;
+typedef Element<SERVED>::type served_t;
+
+// What is read of the nth full-state head.
+DEVICE const served_t* served_state(const Arguments& arg, int nth, int head, int slot) {
+    const void* rows = arg.memory.state.of(slot);
+    if (SHADOW) rows = arg.memory.sketch.of(slot);
+    return static_cast<const served_t*>(rows) + (SHADOW ? nth : head) * V * K;
+}
 
 typedef Packed<ACT, ValueShare::WIDTH> LaneValues[ValueShare::COUNT];
 
@@ -138,14 +149,14 @@ DEVICE WindowRead read_ring(const Token& token, const Ring& ring, const GateInpu
     return window;
 }
 
-// A quarter of the value rows of one (row, head).
-DEVICE void read_state(const Arguments& arg, int head, int row, int slot, int pos, int part) {
+// A quarter of the value rows of a row's nth full-state head.
+DEVICE void read_state(const Arguments& arg, int nth, int head, int row, int slot, int pos, int part) {
     const int lane = threadIdx.x % 32;
     constexpr int SHARE = V / QUARTERS;
     const Token token(arg.inputs, row, head);
     const Ring ring(arg.memory, slot, head);
-    const state_t* const home = arg.memory.state.of(slot) + head * V * K;
-    ChannelShare<STATE> rows[STATE_ROWS];
+    const served_t* const home = served_state(arg, nth, head, slot);
+    ChannelShare<SERVED> rows[STATE_ROWS];
 #pragma unroll
     for (int i = 0; i < STATE_ROWS; i++) rows[i].load(home + (part * SHARE + i % SHARE) * K);
     LaneValues newest;

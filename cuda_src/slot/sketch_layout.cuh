@@ -16,6 +16,8 @@
 //
 // The map subspace is stored as a dense map: C is the adapted basis B. Reads know it as DENSE, flushes as SUBSPACE.
 //
+// With -D SHADOW a slot begins with the shadows of the full-state heads: their states (V, K) in bf16, which reads use.
+//
 // `heads[h]` is {rank (0 for a full-state head), offset in a slot, offset of its projection (G, K), offset of its
 // basis in fragments}; with the map subspace, the residual's bits take the place of the projection.
 // `order` lists the full-state heads, then the sketched ones.
@@ -27,6 +29,10 @@
 #ifndef RESIDUAL
 #define RESIDUAL 0
 #endif
+#ifndef SHADOW
+#define SHADOW 0
+#endif
+static_assert(!SHADOW || STATE == FP32, "a state of 16 bits is as small as its shadow");
 constexpr int MAX_BITS = RESIDUAL & 8 ? 3 : RESIDUAL & 4 ? 2 : RESIDUAL & 2 ? 1 : 0;
 
 typedef Element<SKETCH>::type sketch_t;
@@ -58,7 +64,7 @@ DEVICE constexpr int code_bytes(int bits) {
     constexpr int WIDE = (K / 8 + 3) / 4, NARROW = (K / 8 + 7) / 8;  // words of codes of 2 bits, and of 1 bit
     return V / 16 * 128 * ((bits > 1 ? WIDE : 0) + (bits != 2 ? NARROW : 0));
 }
-// Elements of a head in a slot, padded; 0 for a full-state head.
+// Elements of a head's sketch in a slot, padded; 0 for a full-state head.
 DEVICE constexpr int sketch_elements(int rank, int bits) {
     constexpr int SIZE = sizeof(sketch_t);
     const int bytes = bits ? residual_at(rank) + code_bytes(bits) + 2 * (V + K) : factor_elements(rank) * SIZE;

@@ -26,11 +26,11 @@ class PackedPlan:
     """A plan as the kernels read it; see ``cuda_src/slot/sketch_layout.cuh``."""
 
     heads: npt.NDArray[np.int32]
-    """``(heads, 4)``: rank (0: full state), offset in a slot's sketch, offset of the projection (with the map
-    `subspace` the residual's bits), offset of the basis fragments."""
+    """``(heads, 4)``: rank (0: full state), offset in a slot's sketches and shadows, offset of the projection (with
+    the map `subspace` the residual's bits), offset of the basis fragments."""
     order: npt.NDArray[np.int32]  # full-state heads, then sketched ones
     full_state: int  # number of full-state heads
-    slot_elements: int  # of one slot's sketches
+    slot_elements: int  # of one slot's shadows and sketches
     dtype: str  # of these elements; bytes for codes
     projection: npt.NDArray[np.float32]
     """Rows ``Omega^T (G, K)`` of all sketched heads, one after the other; none with the map `subspace`."""
@@ -67,18 +67,22 @@ def _residual_bytes(bits: int, key_dim: int, value_dim: int) -> int:
     return value_dim // 16 * 32 * 4 * words + 2 * (key_dim + value_dim)
 
 
-def pack_plan(plan: SketchPlan, sketch_dtype: str) -> PackedPlan:
-    """Lay a plan out for the kernels, with sketches in this format."""
+def pack_plan(plan: SketchPlan, sketch_dtype: str, state_dtype: str) -> PackedPlan:
+    """Lay a plan out for the kernels, with sketches and states in these formats."""
     layer, form = plan.layer, SketchFormat.of(sketch_dtype)
-    if (plan.ranks == FULL_STATE).all():
-        return pack_full_state(layer)
+    full_state = np.flatnonzero(plan.ranks == FULL_STATE)
+    shadows = form.shadows(state_dtype) and full_state.size > 0
+    if full_state.size == layer.heads:
+        return pack_full_state(layer, shadows)
     dtype = ELEMENTS[form.name]
     item, slices = np.dtype("uint16" if dtype == "bfloat16" else dtype).itemsize, 2 if dtype == "float32" else 1
     adapts = plan.map.name == "subspace"
     heads = np.zeros((layer.heads, 4), dtype=np.int32)
+    shadow = 2 * layer.key_dim * layer.value_dim // item if shadows else 0
+    heads[full_state, 1] = shadow * np.arange(full_state.size)
     projections: list[npt.NDArray[Any]] = [np.zeros(0, dtype=np.float32)]
     bases: list[npt.NDArray[Any]] = [np.zeros(0, dtype=np.uint16)]
-    offset = rows = fragments = 0
+    offset, rows, fragments = shadow * full_state.size, 0, 0
     for head, rank in enumerate(map(int, plan.ranks)):
         if rank == FULL_STATE:
             continue
@@ -93,7 +97,6 @@ def pack_plan(plan: SketchPlan, sketch_dtype: str) -> PackedPlan:
             rows += projections[-1].size
         bases.append(basis_fragments(plan.omega[head, :, :rank], slices).reshape(-1))
         fragments += bases[-1].size // 4
-    full_state = np.flatnonzero(plan.ranks == FULL_STATE)
     return PackedPlan(
         heads,
         np.concatenate([full_state, np.flatnonzero(plan.ranks != FULL_STATE)]).astype(np.int32),
@@ -108,14 +111,17 @@ def pack_plan(plan: SketchPlan, sketch_dtype: str) -> PackedPlan:
             "PIVOTS": plan.map.pivots or 1,
             "SKETCH": TYPES[form.name],
         }
-        | ({"RESIDUAL": sum({1 << int(bits) for bits in plan.residual_bits})} if plan.residual_bits.any() else {}),
+        | ({"RESIDUAL": sum({1 << int(bits) for bits in plan.residual_bits})} if plan.residual_bits.any() else {})
+        | ({"SHADOW": 1} if shadows else {}),
         adapts,
     )
 
 
-def pack_full_state(layer: Layer) -> PackedPlan:
-    """Lay out a layer whose heads all read full states: replay, which has no sketches."""
+def pack_full_state(layer: Layer, shadows: bool = False) -> PackedPlan:
+    """Lay out a layer whose heads all read full states or their shadows: replay, or a plan without sketches."""
     heads, order = np.zeros((layer.heads, 4), dtype=np.int32), np.arange(layer.heads, dtype=np.int32)
-    constants = {"MAP": MAPS["none"], "PIVOTS": 1, "SKETCH": 0}
+    constants = {"MAP": MAPS["none"], "PIVOTS": 1, "SKETCH": 0} | ({"SHADOW": 1} if shadows else {})
+    size = layer.key_dim * layer.value_dim if shadows else 0
+    heads[:, 1] = size * order
     nothing = np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.uint16)
-    return PackedPlan(heads, order, layer.heads, 0, "bfloat16", *nothing, RIDGE_FLOOR, constants)
+    return PackedPlan(heads, order, layer.heads, size * layer.heads, "bfloat16", *nothing, RIDGE_FLOOR, constants)

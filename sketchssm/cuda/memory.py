@@ -49,7 +49,7 @@ def slot_parts(
         return (state,)
     ring = ring_parts(layer, tokens, options.activation_dtype or "bfloat16", options.gate is not None)
     sketch: tuple[SlotPart, ...] = ()
-    if packed is not None and packed.full_state < layer.heads:
+    if packed is not None and packed.slot_elements:
         sketch = (SlotPart("sketch", (packed.slot_elements,), packed.dtype, ACCESS),)
     if options.monitor:  # `ErrorSums` in cuda_src/slot/errors.cuh
         sketch += (SlotPart("errors", (layer.heads, -(-layer.value_dim // 16), 4), "float32", ACCESS),)

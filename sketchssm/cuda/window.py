@@ -137,7 +137,7 @@ class WindowEngine(DeviceEngine):
         slots, arguments = self.slots, list[Any]()
         for array in (slots.state, *slots.ring):
             arguments += part_of(array)
-        arguments += part_of(self.memory["sketch"]) if self._sketched else (np.uint64(0), np.int32(0))
+        arguments += part_of(self.memory["sketch"]) if self._packed.slot_elements else (np.uint64(0), np.int32(0))
         return [*arguments, *part_of(slots.cursor), self._gate, self._projection]
 
     def _load_drafts(self) -> DraftReads:
@@ -249,10 +249,11 @@ class SketchEngine(WindowEngine):
         options: EngineOptions = DEFAULTS,
     ) -> None:
         check_plan(plan)
-        super().__init__(plan.layer, num_slots, plan.window, pack_plan(plan, sketch_dtype), options)
+        packed = pack_plan(plan, sketch_dtype, options.state_dtype)
+        super().__init__(plan.layer, num_slots, plan.window, packed, options)
 
     @staticmethod
     def parts_of(plan: SketchPlan, sketch_dtype: str, options: EngineOptions) -> tuple[SlotPart, ...]:
         """Parts of a slot; see `sketchssm.heads.engine.ExactEngine`."""
         check_plan(plan)
-        return slot_parts(plan.layer, options, plan.window, pack_plan(plan, sketch_dtype))
+        return slot_parts(plan.layer, options, plan.window, pack_plan(plan, sketch_dtype, options.state_dtype))
