@@ -37,7 +37,7 @@ def modules(*more):
     return lm
 
 
-lm = modules("stress", "errors")
+lm = modules("stress", "errors", "tolerance")
 
 
 def tiny(lm, kind, dtype=torch.float32):
@@ -309,6 +309,24 @@ def test_reported_and_true_errors_share_the_tokens(lm):
     np.testing.assert_allclose(energy + whole, np.square(outputs).sum((1, 2, 4)), rtol=1e-5)
     assert (reported[:, 1:] > 1e-5 * energy[:, 1:]).all() and (true[:, 1:] > 1e-5 * whole[:, 1:]).all()
     assert not reported[:, 0].any() and (true[:, 0] < 2.0**-18 * whole[:, 0]).all()  # a shadow in bfloat16
+
+
+def test_a_tolerance_brings_requests_back_to_exact_decode(lm):
+    """All requests above it change in every layer, and diverge less; below it nothing changes."""
+    model, rows = tiny(lm, "gdn"), ids(3, 64)
+    calibrations = lm["systems"].calibrate(model, rows, window=8)
+    (narrow,) = lm["systems"].sketches(calibrations, [1], 8)
+    standard = {place: ss.StandardHead(model.layer, 3, "cpu") for place in model.recurrent}
+    watched, strict, loose = (
+        {place: ss.SketchHead(own.plan, 3, "cpu", monitor=1, **bound) for place, own in narrow.layers.items()}
+        for bound in ({}, {"tolerance": 1e-9}, {"tolerance": 1e9})
+    )
+    found = lm["tolerance"].compared(model, standard, watched, strict, rows)
+    assert (found["requests"], found["slots"]) == (1.0, 1.0)
+    (free, _), (held, _) = found["changed"]["divergence"]
+    assert free > 1.2 * held > 1e-6
+    found = lm["tolerance"].compared(model, standard, watched, loose, rows)
+    assert found == {"requests": 0.0, "slots": 0.0, "changed": None}
 
 
 def test_mixed_calibration_takes_turns(lm, tmp_path):

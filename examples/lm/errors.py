@@ -46,9 +46,9 @@ def errors_on(model, heads, rows):
     return np.stack(found, 1)
 
 
-def arguments(given=None):
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(given=None, description=__doc__, factor=None):
+    """Command line; `tolerance.py` has a factor too."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", type=Path, required=True, help="weights: a safetensors file")
     add("--tokens", type=Path, required=True, help="folder of calib.npy, test.npy and tokenizer.json")
@@ -62,13 +62,14 @@ def arguments(given=None):
     add("--backend", default="auto", help="backend of the heads")
     add("--seed", type=int, default=0)
     add("--commit", help="for the report, where this is no clone")
-    add("--out", type=Path, help="folder for errors-MODEL.json")
+    add("--out", type=Path, help="folder for the report")
+    if factor is not None:
+        add("--factor", type=float, default=factor, help="tolerance of a layer, over its error on prose")
     return parser.parse_args(given)
 
 
-def main(given=None):
-    """Calibrate on prose, measure on every kind of text, and print both errors."""
-    options = arguments(given)
+def prepared(options):
+    """Load a model; return it, rows of every kind of text, prose first, and systems that prose has calibrated."""
     model, encode = HybridLM.load(options.model), encoder(options.tokens)
     calib, test = (np.load(options.tokens / f"{part}.npy") for part in ("calib", "test"))
     rng, size = np.random.default_rng(options.seed), (options.rows, options.length)
@@ -81,8 +82,15 @@ def main(given=None):
     rows = torch.from_numpy(text_rows(calib, options.calib_rows, options.length, rng))
     calibrations = catalogue.calibrate(model, rows, options.window, None, True)
     made = catalogue.sketches(calibrations, [options.rank], options.window, "ridge", None, "int8")
+    return model, texts, (*made, *catalogue.joint(calibrations, [options.reduction]))
+
+
+def main(given=None):
+    """Calibrate on prose, measure on every kind of text, and print both errors."""
+    options = arguments(given)
+    model, texts, made = prepared(options)
     systems, settings = [], (options.rows, options.backend)
-    for system in (*made, *catalogue.joint(calibrations, [options.reduction])):
+    for system in made:
         heads = {place: ss.SketchHead(own.plan, *settings, monitor=1) for place, own in system.layers.items()}
         found = {text: errors_on(model, heads, torch.from_numpy(ids)) for text, ids in texts.items()}
         growth = {
