@@ -4,8 +4,9 @@
         --json benchmarks/results/end-to-end.json --plot end-to-end.png
 
 `--site` is a folder with vLLM. Each model runs once for each system, each time in a process of its own: `vllm` (no
-plugin), `vllm-replay` (vLLM's own replay), `standard`, `replay` and `sketch` (random plans of the mean rank of the
-benchmarks). The environment chooses vLLM's model runner (VLLM_USE_V2_MODEL_RUNNER). A run has these parts:
+plugin), `vllm-replay` (vLLM's own replay), `standard`, `record` (`standard` while a calibration is recorded), `replay`
+and `sketch` (random plans of the mean rank of the benchmarks). The environment chooses vLLM's model runner
+(VLLM_USE_V2_MODEL_RUNNER). A run has these parts:
 
 * decode: `--batch` requests with prompts of `--prompt` tokens decode together; tokens/s and times of the steps in
   which all of them decode.
@@ -43,7 +44,7 @@ from cuda_step import git_commit  # noqa: E402
 from vllm_agreement import differences, draw_requests, serve, summary  # noqa: E402
 from vllm_profile import KINDS, METADATA_SECONDS, shares, time_metadata  # noqa: E402
 
-SYSTEMS = ("vllm", "vllm-replay", "standard", "replay", "sketch")
+SYSTEMS = ("vllm", "vllm-replay", "standard", "record", "replay", "sketch")
 MARK = "END_TO_END "
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and model in one process, so that one profile sees all
@@ -187,7 +188,9 @@ def one(args):
     plugged = not args.system.startswith("vllm")
     if plugged:
         plans = args.system
-        if args.system == "sketch":
+        if args.system == "record":
+            plans = f"record:{args.work}/{name}-{os.getpid()}.safetensors"
+        elif args.system == "sketch":
             from sketchssm.study import bench
 
             mean_rank = args.mean_rank or bench.MEAN_RANKS[name]
@@ -359,7 +362,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--site", help="folder with vLLM, if Python does not find it")
     parser.add_argument("--models", default="nemotron-nano-9b-v2,qwen3-next,kimi-linear")
-    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--systems", default="vllm,vllm-replay,standard,replay,sketch")
     parser.add_argument("--parts", default="decode,mix,profile")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--prompt", type=int, default=16, help="tokens of the prompts of the part decode")
