@@ -1,15 +1,19 @@
 """Sums of tokens that stay on their device. On a host without one, PyTorch's CPU stands for it."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from host import fixtures
 from samples import relative, tokens_of
 
 import sketchssm as ss
 from sketchssm.arrays import interop
 from sketchssm.layer.recurrence import KINDS
 from sketchssm.plans.basis import SketchBasis
+
+of_host = fixtures.of_host
 
 SUMS = {
     "moments": ("state_gram", "query_gram", "samples"),
@@ -18,7 +22,7 @@ SUMS = {
 }
 
 
-@pytest.fixture(params=["host", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("torch", "cupy"))])
+@pytest.fixture(params=["host", "kernels", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("torch", "cupy"))])
 def device(request, monkeypatch):
     if request.param == "cupy":
         cupy = request.getfixturevalue("cupy")
@@ -26,6 +30,10 @@ def device(request, monkeypatch):
     torch = request.getfixturevalue("torch")
     if request.param == "torch":
         return lambda x: None if x is None else torch.from_numpy(np.array(x)).cuda()
+    if request.param == "kernels":  # those of the CUDA backend, run on the host
+        request.getfixturevalue("of_host")
+        monkeypatch.setattr(interop, "CUDA_DEVICES", (1,))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(interop, "is_on_device", lambda array: interop.framework(array) == "torch")
     return lambda x: None if x is None else torch.from_numpy(np.array(x))
 

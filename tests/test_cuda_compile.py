@@ -18,6 +18,7 @@ from gpu.cuda_support import ReplayEngine, SketchEngine, StandardEngine, make_pl
 from host import compiler, standin
 from samples import gate_of, plan_of
 
+from sketchssm.cuda.calibrate import CALIBRATE
 from sketchssm.cuda.layer_kernels import layer_inputs_variant
 from sketchssm.cuda.modules import source_text
 from sketchssm.cuda.reads import draft_variant
@@ -40,7 +41,7 @@ TARGETS = {
 # their full states.
 SPILL_BYTES = {
     "standard": 8, "read": 56, "read_draft": 216, "standard_draft": 8, "flush": 320, "encode": 8, "slots": 0,
-    "commit": 0, "copy": 0, "layer_inputs": 0,
+    "commit": 0, "copy": 0, "layer_inputs": 0, "calibrate": 16,
 }  # fmt: skip
 # With twice the pivots of the other shapes: 444 bytes on sm_80. With five blocks on a multiprocessor, which were
 # faster than four with more registers on sm_90: 48 bytes there, 160 on sm_100.
@@ -134,7 +135,8 @@ def variants():
         if v.operation == "standard":
             drafts[f"{name}_draft"] = standard_draft_variant(v, 4)
     types = "bfloat16", "bfloat16", "float32", "bfloat16"
-    shared = {"slots": SLOTS, "copy": COPY, "commit": COMMIT, "layer_inputs": layer_inputs_variant(128, 80, types)}
+    shared = {"slots": SLOTS, "copy": COPY, "commit": COMMIT, "calibrate": CALIBRATE}
+    shared["layer_inputs"] = layer_inputs_variant(128, 80, types)
     return chosen | drafts | {f"any-{name}": variant for name, variant in shared.items()}
 
 

@@ -26,7 +26,7 @@ KNOW_FRAMEWORKS = {
 } | {f"sketchssm.{room}" for room in ("transformers", "serving", "vllm")}
 # The rooms of the package, from the ground up: a room imports only rooms before it.
 ROOMS = (
-    *("layer", "arrays", "plans", "reference", "cpu", "calibrate", "cuda", "heads", "study", "serving"),
+    *("layer", "arrays", "plans", "reference", "cpu", "cuda", "calibrate", "heads", "study", "serving"),
     *("models", "torch", "transformers", "vllm", "cli"),
 )
 

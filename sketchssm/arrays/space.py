@@ -63,6 +63,10 @@ class Space:
         host = np.asarray(values if np.isscalar(values) else interop.to_host(values, "values"), dtype)
         return interop.to_kind(host, self._like) if self.on_device else host
 
+    def product(self, x: Any, y: Any) -> Any:
+        """``x @ y`` where the larger factor is a transposed view, which CuPy would copy: computed as ``y^T x^T``."""
+        return (y.swapaxes(-1, -2) @ x.swapaxes(-1, -2)).swapaxes(-1, -2) if self.on_device else x @ y
+
     @contextmanager
     def _current(self) -> Iterator[None]:
         """CuPy creates arrays on its current device."""

@@ -70,7 +70,7 @@ def advance(space: Space, chunks: Chunks, state: Any, dtype: str) -> tuple[Any, 
         own, write = states[:, :, i], chunks.values[:, :, i]
         new = states[:, :, i + 1] if i + 1 < windows else end
         if chunks.erase is not None:
-            write = write - chunks.erase[:, :, i] @ own.swapaxes(-1, -2)
+            write = write - space.product(chunks.erase[:, :, i], own.swapaxes(-1, -2))
         xp.multiply(own, chunks.decay[:, :, i, None, :], out=new)
         new += write.swapaxes(-1, -2) @ chunks.left[:, :, i]
     return states, end

@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from sketchssm import cuda
 from sketchssm.arrays.space import Space
 from sketchssm.calibrate.allocation import Allocation, Traffic
 from sketchssm.calibrate.coding import ResidualError, residual_error, stored
@@ -169,7 +170,18 @@ class JointScores(Accumulator):
         counts = space.array(np.array([reads.counts[i] for i in some]), "float64")
         energy = space.cast(space.xp.square(states).sum((-1, -2)), "float64")
         weight = space.xp.where(live, counts / space.xp.where(live, energy, 1.0), 0.0)
-        for at, error in self._errors(space, states, heads, dtype):
+        image, rows = self._sketches(space, states, heads, dtype)
+        kernels = cuda.calibration(states) if space.on_device and dtype == "float32" else None
+        found = space.empty((*states.shape[:3], len(self.ranks), len(self.bits), 3), "float64")
+        if kernels and kernels.joint_sums((states, image, rows, x), slope, self.ranks, self.bits, found):
+            sums["error"][heads] += found[..., 0].sum((0, 2))
+            sums["isotropic"][heads] += (found[..., 1] * weight[..., None, None]).sum((0, 2))
+            if slope is not None:
+                sums["paired"][heads] += found[..., 2].sum((0, 2))
+            pairs: Any = ()
+        else:
+            pairs = self._errors(space, states, image, rows, dtype)
+        for at, error in pairs:
             delta = (x * error.columns[..., None, :]) @ error.matrix.swapaxes(-1, -2) * error.rows[..., None, :]
             sums["error"][heads, *at] += space.cast(space.xp.square(delta).sum(-1), "float64").sum((0, 2, 3))
             sums["isotropic"][heads, *at] += (error.energy * weight).sum((0, 2))
@@ -179,7 +191,7 @@ class JointScores(Accumulator):
                     paired = paired.sum(-1)[..., None]
                 paired = space.xp.square(space.cast(paired, "float64"))
                 sums["paired"][heads, *at] += paired.sum((0, 2, 3, 4))
-        read = space.cast(space.xp.square(x @ states.swapaxes(-1, -2)).sum(-1), "float64")
+        read = space.cast(space.xp.square(space.product(x, states.swapaxes(-1, -2))).sum(-1), "float64")
         sums["energy"][heads] += read.sum((0, 2, 3))
         sums["samples"][heads] += space.cast((space.cast(live, "float64") * counts).sum((0, 2)), "int64")
 
@@ -202,18 +214,20 @@ class JointScores(Accumulator):
                 lost += self.error[head, self.ranks.index(rank), self.bits.index(own)]
         return float(1.0 - lost / (self.energy.sum() or 1.0))
 
-    def _errors(
-        self, space: Space, states: Any, heads: slice, dtype: str
-    ) -> Iterator[tuple[tuple[int, int], ResidualError]]:
-        """Places in the sums, and ``S_served^T - S^T`` of states ``(..., V, K)``.
+    def _sketches(self, space: Space, states: Any, heads: slice, dtype: str) -> tuple[Any, Any]:
+        """Columns ``(..., G, V)`` and bases ``(..., G, K)`` of the sketches of states ``(..., V, K)``, as stored.
 
         The bases of ranks are nested (`sketchssm.reference.maps.subspace`), so each rank adds columns to the last.
         """
-        form = SketchFormat.of(self.sketch_dtype)
+        form, turned = SketchFormat.of(self.sketch_dtype), states.swapaxes(-1, -2)
         omega = space.array(self._omega[heads], dtype)[:, None]
-        basis = prefix_basis(space, states.swapaxes(-1, -2) @ (states @ omega), dtype)
-        rows = basis.swapaxes(-1, -2)
-        image, rows = stored(space, form, rows @ states.swapaxes(-1, -2)), stored(space, form, rows)
+        rows = prefix_basis(space, space.product(turned, states @ omega), dtype).swapaxes(-1, -2)
+        return stored(space, form, space.product(rows, turned)), stored(space, form, rows)
+
+    def _errors(
+        self, space: Space, states: Any, image: Any, rows: Any, dtype: str
+    ) -> Iterator[tuple[tuple[int, int], ResidualError]]:
+        """Places in the sums, and ``S_served^T - S^T`` of states ``(..., V, K)`` with their sketches."""
         left, part, start = states + 0, space.empty(tuple(states.shape), dtype), 0
         ones = space.zeros((self.layer.key_dim, 1), dtype) + 1 / self.layer.key_dim  # a product is faster than a mean
         for i, rank in enumerate(self.ranks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sketchssm import cuda
 from sketchssm.arrays.space import Space
 
 DEPENDENT = {"float64": 1e-7, "float32": 1e-6}
@@ -27,7 +28,7 @@ def prefix_basis(space: Space, sketch: Any, dtype: str) -> Any:
     basis = basis / xp.where(largest > 0, largest, 1.0)[..., None, :]
     norms = xp.sqrt(xp.square(basis).sum(-2))
     basis = basis / xp.where(norms > 0, norms, 1.0)[..., None, :]
-    basis = basis @ _orthogonaliser(space, basis.swapaxes(-1, -2) @ basis, DEPENDENT[dtype] ** 2).swapaxes(-1, -2)
+    basis = basis @ orthogonaliser(space, basis.swapaxes(-1, -2) @ basis, DEPENDENT[dtype] ** 2).swapaxes(-1, -2)
     halves = xp.tril(space.zeros((basis.shape[-1],) * 2, "float64") + 1)
     halves = (halves + xp.tril(halves, -1)) / 2
     for _ in range(REPEATS[dtype]):  # I - strict_lower(E) - diag(E) / 2 orthogonalises a Gram matrix I + E up to E^2
@@ -36,12 +37,16 @@ def prefix_basis(space: Space, sketch: Any, dtype: str) -> Any:
     return space.cast(basis, dtype)
 
 
-def _orthogonaliser(space: Space, gram: Any, least: float) -> Any:
+def orthogonaliser(space: Space, gram: Any, least: float) -> Any:
     """Lower triangular C with orthonormal columns of ``B C^T``, for B of Gram matrix `gram`; zero rows if dependent.
 
     Gaussian elimination of the Gram matrix beside a unit matrix, with the batch on the last axis.
     """
     xp, size = space.xp, gram.shape[-1]
+    if space.on_device and (kernels := cuda.calibration(gram)) is not None:
+        factors = space.empty(tuple(gram.shape), "float64")
+        if kernels.orthogonalise(gram, least, factors):
+            return factors
     table = space.zeros((size, 2 * size, *gram.shape[:-2]), "float64")
     table[:, :size] = xp.moveaxis(gram, (-2, -1), (0, 1))
     for i in range(size):

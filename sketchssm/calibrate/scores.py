@@ -131,12 +131,12 @@ class RankScores(Accumulator):
         return self._update((q, k, v, g, beta), grad, weight, carry)
 
     def _add(self, space: Space, reads: Reads, sums: dict[str, Any], dtype: str) -> None:
-        heads, transposed = reads.heads, reads.states.swapaxes(-1, -2)
+        heads = reads.heads
         omega = space.array(self._omega[heads], dtype)
         lead = tuple(reads.states.shape[:3])
         sketch = reads.states.reshape(*lead[:2], -1, self.layer.key_dim) @ omega
         basis = prefix_basis(space, sketch.reshape(*lead, self.layer.value_dim, -1), dtype)
-        output = reads.queries @ transposed
+        output = space.product(reads.queries, reads.states.swapaxes(-1, -2))
         seen = output @ basis
         rest = output - seen @ basis.swapaxes(-1, -2)  # what the last rank leaves; others leave its later columns too
         energy = space.cast(space.xp.square(space.cast(seen, "float64")), "float64")

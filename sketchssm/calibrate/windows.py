@@ -29,7 +29,7 @@ from sketchssm.layer.checks import LARGEST_ERASE, check_gates, check_state, chec
 from sketchssm.layer.recurrence import Layer, Tokens, check_instance
 from sketchssm.reference.window import Ring
 
-HOST_BYTES, DEVICE_BYTES = 2**21, 2**27
+HOST_BYTES, DEVICE_BYTES = 2**21, 2**28
 """Largest array of a block of windows, rows and heads (states, or decays between tokens): what a core's cache holds
 in part, or a small part of a GPU's memory."""
 

@@ -7,9 +7,10 @@ import warnings
 from functools import cache
 from typing import Any
 
+from sketchssm.arrays import interop
 from sketchssm.cuda.constants import MAX_RANK, WINDOWS
 
-__all__ = ["MAX_RANK", "WINDOWS", "load_layer_inputs", "missing"]
+__all__ = ["MAX_RANK", "WINDOWS", "calibration", "load_layer_inputs", "missing"]
 
 DRIVER = 12000
 """First version of the driver that has launches with attributes."""
@@ -35,6 +36,15 @@ def missing() -> str:
             )
     except Exception as error:  # a broken installation fails in many ways
         return f"CuPy does not work: {error}"
+
+
+def calibration(like: Any) -> Any:
+    """The kernels of calibration (`sketchssm.cuda.calibrate`) for arrays like one, or None: they need CuPy."""
+    if missing() or like.__dlpack_device__()[0] not in interop.CUDA_DEVICES:
+        return None
+    from sketchssm.cuda import calibrate
+
+    return calibrate
 
 
 def load_layer_inputs(device: int, heads: int, dim: int, types: tuple[str, ...]) -> tuple[Any, Any]:

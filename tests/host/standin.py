@@ -63,7 +63,11 @@ def zeros(shape, dtype=float):
 
 def from_dlpack(x):
     """An array on the same memory, also if the other side says that the memory is on a device."""
-    there = SimpleNamespace(__dlpack__=lambda **options: x.__dlpack__(), __dlpack_device__=lambda: (1, 0))
+
+    def exported(max_version=None, **options):
+        return x.__dlpack__(max_version=max_version)  # older versions do not tell that memory may be written
+
+    there = SimpleNamespace(__dlpack__=exported, __dlpack_device__=lambda: (1, 0))
     return np.from_dlpack(there).view(ndarray)
 
 
@@ -79,6 +83,10 @@ def empty(shape, dtype=float):
 
 def get_default_memory_pool():
     return SimpleNamespace(free_all_blocks=lambda: None)
+
+
+def ascontiguousarray(x):
+    return np.ascontiguousarray(x).view(ndarray)
 
 
 def empty_like(x):
@@ -198,6 +206,9 @@ class _Device:
     id = 0
     attributes: ClassVar = {"MultiProcessorCount": MULTIPROCESSORS, "MaxSharedMemoryPerBlockOptin": 227 << 10}
     compute_capability = "90"
+
+    def __init__(self, number=0):
+        assert number == 0
 
     def __enter__(self):
         return self
