@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from sketchssm.arrays.space import Space
+from sketchssm.calibrate.prefixes import eliminated
 from sketchssm.layer.recurrence import Tokens
 
 FORGOTTEN = -800.0
@@ -101,6 +102,11 @@ def _decayed_products(space: Space, total: Any, k: Any, others: tuple[Any, ...],
 def _inverse(space: Space, lower: Any) -> Any:
     """Inverses of ``I + strict_lower(lower)``, by forward substitution."""
     size = lower.shape[-1]
+    if space.on_device:
+        kept = space.xp.tril(space.zeros((size, size), "float64") + 1)
+        strict = space.xp.tril(kept, -1)
+        if (inverse := eliminated(space, lower * strict + (kept - strict), 0.0)) is not None:
+            return inverse
     found = space.zeros(tuple(lower.shape), "float64")
     for j in range(size):
         found[..., j, j] = 1.0

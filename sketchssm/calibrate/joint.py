@@ -165,8 +165,9 @@ class JointScores(Accumulator):
         if not some:
             return
         heads = reads.heads
-        states, x, live = (array[:, :, some] for array in (reads.states, reads.queries, reads.live))
-        slope = None if reads.slope is None else reads.slope[:, :, some]
+        at = np.s_[:, :, some] if len(some) < len(reads.numbers) else np.s_[...]
+        states, x, live = (array[at] for array in (reads.states, reads.queries, reads.live))
+        slope = None if reads.slope is None else reads.slope[at]
         counts = space.array(np.array([reads.counts[i] for i in some]), "float64")
         energy = space.cast(space.xp.square(states).sum((-1, -2)), "float64")
         weight = space.xp.where(live, counts / space.xp.where(live, energy, 1.0), 0.0)
@@ -181,16 +182,17 @@ class JointScores(Accumulator):
             pairs: Any = ()
         else:
             pairs = self._errors(space, states, image, rows, dtype)
-        for at, error in pairs:
-            delta = (x * error.columns[..., None, :]) @ error.matrix.swapaxes(-1, -2) * error.rows[..., None, :]
-            sums["error"][heads, *at] += space.cast(space.xp.square(delta).sum(-1), "float64").sum((0, 2, 3))
-            sums["isotropic"][heads, *at] += (error.energy * weight).sum((0, 2))
+        for pair, error in pairs:
+            delta = space.product(x * error.columns[..., None, :], error.matrix.swapaxes(-1, -2))
+            delta = delta * error.rows[..., None, :]
+            sums["error"][heads, *pair] += space.cast(space.xp.square(delta).sum(-1), "float64").sum((0, 2, 3))
+            sums["isotropic"][heads, *pair] += (error.energy * weight).sum((0, 2))
             if slope is not None:
                 paired = slope * delta  # of roots of weights, each channel counts by itself
                 if slope.shape[-1] == self.layer.value_dim:
                     paired = paired.sum(-1)[..., None]
                 paired = space.xp.square(space.cast(paired, "float64"))
-                sums["paired"][heads, *at] += paired.sum((0, 2, 3, 4))
+                sums["paired"][heads, *pair] += paired.sum((0, 2, 3, 4))
         read = space.cast(space.xp.square(space.product(x, states.swapaxes(-1, -2))).sum(-1), "float64")
         sums["energy"][heads] += read.sum((0, 2, 3))
         sums["samples"][heads] += space.cast((space.cast(live, "float64") * counts).sum((0, 2)), "int64")
