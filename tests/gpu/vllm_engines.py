@@ -80,7 +80,7 @@ ENGINES = {
         ("vllm", "none"), ("sketch", "decode"), ("replay", "decode"), ("standard", "decode"), ("coarse", "none"),
         ("residual", "decode"), ("sketch", "none"),
     ],
-    "default": [("vllm", "default"), ("sketch", "default")],
+    "default": [("sketch", "default")],
     "drafts": [("vllm", "decode"), ("sketch", "decode"), ("standard", "decode"), ("coarse", "decode")],
 }  # fmt: skip
 
