@@ -5,10 +5,10 @@
 // Thread (lane, group) has two value rows of every GROUPS-th channel.
 #include "lib/ptx.cuh"
 
-constexpr int THREADS = 256, WARPS = THREADS / 32, QUERIES = 16, MOST_BITS = 3, NEW = 4;
+constexpr int THREADS = 256, WARPS = THREADS / 32, QUERIES = 16, MOST_BITS = 3;
 
 struct Shape {
-    int values, channels, columns, tokens, slopes, rank_count, bit_count;
+    int values, channels, tokens, slopes, bit_count;
     // Lanes of a group, elements from channel to channel (odd, so that neither rows nor columns meet in a bank).
     DEVICE int half() const { return (values + 1) / 2; }
     DEVICE int stride() const { return 2 * half() + 1; }
@@ -48,30 +48,16 @@ DEVICE void subtract(const Room& m, const Shape& s, const float* image, const fl
     const int half = s.half(), lane = threadIdx.x % half, group = threadIdx.x / half, groups = s.groups();
     if (group >= groups) return;
     float squares[2] = {};
-    for (int g = first; g < last; g += NEW) {
-        float u[NEW][2];
+    for (int k = group; k < s.channels; k += groups)
 #pragma unroll
-        for (int j = 0; j < NEW; j++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int v = lane + i * half;
-                u[j][i] = g + j < last && v < s.values ? image[(g + j) * s.values + v] : 0.f;
-            }
-        for (int k = group; k < s.channels; k += groups) {
-            float sum[2] = {};
-#pragma unroll
-            for (int j = 0; j < NEW; j++) {
-                const float b = rows[min(g + j, last - 1) * s.channels + k];
-                sum[0] += u[j][0] * b, sum[1] += u[j][1] * b;
-            }
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                float& x = m.left[k * s.stride() + lane + i * half];
-                x -= sum[i];
-                if (g + NEW >= last) squares[i] += x * x;
-            }
+        for (int i = 0; i < 2; i++) {
+            const int v = lane + i * half;
+            if (v == s.values) continue;  // padding
+            float sum = 0;
+            for (int g = first; g < last; g++) sum += image[g * s.values + v] * rows[g * s.channels + k];
+            float& x = m.left[k * s.stride() + v];
+            x -= sum, squares[i] += x * x;
         }
-    }
     m.part[2 * group * half + lane] = squares[0], m.part[(2 * group + 1) * half + lane] = squares[1];
 }
 
@@ -178,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                const int* ranks, const float* levels, double* out, int values, int channels, int columns, int tokens,
                int slopes, int rank_count, int bit_count) {
     extern __shared__ float4 memory[];
-    const Shape s{values, channels, columns, tokens, slopes, rank_count, bit_count};
+    const Shape s{values, channels, tokens, slopes, bit_count};
     const Room m(memory, s);
     const i64 state = blockIdx.x;
     const int warp = threadIdx.x / 32, padding = s.stride() - values;
