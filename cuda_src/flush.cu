@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT_BLOCKS)
     const Flush flush{m,      memory,            gate_input, projection, basis, heads,
                       INPUTS, {out, out_stride}, schedule,   mode,       ridge, count
 #if MONITOR
-                      , {errors, errors_stride}
+                      , {errors, errors_stride}, tolerance
 #endif
     };
     if (warp < ROW_BLOCKS) run_fold_warp(flush);

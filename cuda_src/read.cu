@@ -105,7 +105,8 @@ extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, MIN_BLOCKS)
         bool reads = slot < 0 || !flushes_now(word, W);
         due |= !reads;
 #if MONITOR
-        if (!reads && !(word & LASTING) && Strided<ErrorSums>{errors, errors_stride}.of(slot)->measures()) reads = measures = true;
+        if (!reads && !(word & LASTING) && Strided<ErrorSums>{errors, errors_stride}.of(slot)->measures())
+            reads = measures = true;
 #endif
         const int pos = reads ? position_of(word, W) : NO_READ;
         block.rows[i] = make_int2(slot, pos);

@@ -99,6 +99,13 @@ def test_requests_carry_their_sums(cupy, rng):
         slots = [*slots[1:], slots[0]]
 
 
+def test_layers_with_their_own_tolerances_share_kernels(rng):
+    plan = plan_of(rng, Layer("kda", 4, 64, 64, 4), RANKS, window=4)
+    heads = [ss.SketchHead(plan, SLOTS, "cuda", monitor=1, tolerance=x) for x in (None, 0.1, 0.2)]
+    none, one, other = (head._engine.variants() for head in heads)
+    assert one == other != none
+
+
 def test_exact_reads_go_on_through_all_calls(rng):
     layer = Layer("kda", 4, 64, 64, 4)
     make = {"sketch_dtype": "float32", "activation_dtype": "float32", "monitor": 2, "tolerance": 1e-9}

@@ -75,6 +75,7 @@ struct Flush {
     int count;  // rows to flush
 #if MONITOR
     Strided<ErrorSums> errors;
+    float tolerance;
 #endif
 
     DEVICE bool takes_own() const { return mode == STEP; }  // the step's own token is the last
@@ -158,13 +159,13 @@ DEVICE void compare_with_tolerance([[maybe_unused]] const Flush& f) {
         if (entry.measure != MEASURED) continue;
         const float4* const sums = reinterpret_cast<const float4*>(f.errors.of(entry.slot));
         float error = 0, energy = 0, flushes = 0;
-#pragma unroll 4
+#pragma unroll 8
         for (int n = threadIdx.x % 32; n < HEADS * ROW_BLOCKS; n += 32) {
             const float4 x = __ldcg(sums + n);
             error += x.x, energy += x.y, flushes = x.z;
         }
         error = warp_sum(error), energy = warp_sum(energy);
-        const bool above = !(error <= static_cast<float>(TOLERANCE) * energy);  // NaN is above
+        const bool above = !(error <= f.tolerance * energy);  // NaN is above
         if (threadIdx.x % 32 == 0 && flushes > (LEAST_SAMPLES - 1) * MONITOR && above)
             atomicOr(f.memory.cursor.of(entry.slot), EXACT);
     }

@@ -7,8 +7,8 @@
 DEVICE int position_of(int word, int window) { return min(word & POSITION, window - 1); }
 DEVICE int drafted_of(int word) { return word >> DRAFTED_SHIFT & 15; }
 
-// -D TOLERANCE (a float): requests with a larger error are read exactly (slot/errors.cuh). LASTING: the bit of a word
-// that says so, and that every call but those that begin a request keeps.
+// -D TOLERANCE: requests whose error is above a tolerance are read exactly (slot/errors.cuh). LASTING: the bit of a
+// word that says so, and that every call but those that begin a request keeps.
 #ifdef TOLERANCE
 constexpr int LASTING = EXACT;
 #else

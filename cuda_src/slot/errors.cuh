@@ -22,9 +22,9 @@ struct alignas(16) ErrorSums {
     DEVICE bool measures() const { return MONITOR > 0 && static_cast<int>(flushes) % (MONITOR + !MONITOR) == 0; }
 };
 
-// A kernel's parameters for the sums (slots, heads, V / 16).
+// A kernel's parameters for the sums (slots, heads, V / 16), and for the tolerance; flushes look at it.
 #if MONITOR
-#define ERRORS_PARAMETERS , ErrorSums *errors, int errors_stride
+#define ERRORS_PARAMETERS , ErrorSums *errors, int errors_stride, [[maybe_unused]] float tolerance
 #else
 #define ERRORS_PARAMETERS
 #endif

@@ -76,7 +76,7 @@ def check_shared(*variants: Variant) -> None:
 
     if need() <= limit:
         return
-    window, rank = (int(dict(variants[0].constants)[name]) for name in ("W", "RANK_MAX"))
+    window, rank = (dict(variants[0].constants)[name] for name in ("W", "RANK_MAX"))
     rooms = []
     fitting = [w for w in WINDOWS if w < window and need(W=w) <= limit]
     if fitting:

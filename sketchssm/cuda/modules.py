@@ -6,7 +6,6 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import resources
@@ -36,7 +35,7 @@ class Variant:
     `operation` is the name of a kernel file at the top of `cuda_src/`, `constants` are those of the preprocessor.
     """
 
-    def __init__(self, operation: str, constants: Mapping[str, float]) -> None:
+    def __init__(self, operation: str, constants: dict[str, int]) -> None:
         self.operation = operation
         self.constants = tuple(sorted(constants.items()))
 

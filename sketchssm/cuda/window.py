@@ -69,9 +69,9 @@ class WindowEngine(DeviceEngine):
         raw_keys = constants["ACT"] == TYPES["bfloat16"] and not layer.channel_decays  # RAW_KEYS in flush/config.cuh
         blocks = blocks_per_multiprocessor(layer, raw_keys, constants["MAP"] == MAPS["dense"])
         pace = read_pace(cupy.cuda.Device().attributes)
-        monitor: dict[str, float] = {"MONITOR": self._options.monitor} if self._options.monitor else {}
+        monitor = {"MONITOR": self._options.monitor} if self._options.monitor else {}
         if self._options.tolerance is not None:
-            monitor["TOLERANCE"] = float(self._options.tolerance)
+            monitor["TOLERANCE"] = 1  # the number is an argument, as each layer may have its own
         read, flush = constants | monitor | {"PACE": pace}, constants | monitor | {"BLOCKS": blocks}
         if not packed.adapts:
             return [Variant("read", read), Variant("flush", flush)]
@@ -103,7 +103,9 @@ class WindowEngine(DeviceEngine):
         modules = [load(variant, late=late) for variant in self.variants()]
         slots.settle(str(self.arrays.activation_dtype))
         memory = self._memory()
-        errors = part_of(self.memory["errors"]) if self._options.monitor else ()
+        errors: tuple[Any, ...] = ()
+        if self._options.monitor:
+            errors = *part_of(self.memory["errors"]), np.float32(self._options.tolerance or 0)
         fixed = *memory, self._heads, self._order, *errors
         reads = Reads(modules[0], fixed, slots, packed.full_state, self._sketched)
         fixed = *memory, self._basis, self._heads, *errors

@@ -23,9 +23,10 @@ WINDOW, SLOTS, STEPS = 4, 3, 10
 
 def run(engine, layer, activation, gate, rng):
     slots = cupy.asarray(np.array([2, -1, 0]))
-    tokens = tokens_to_device(make_tokens(layer, 3, STEPS, activation, rng, gate=gate), activation, gate)
+    steps = 6 * WINDOW if engine._options.tolerance else STEPS  # until rows are read exactly
+    tokens = tokens_to_device(make_tokens(layer, 3, steps, activation, rng, gate=gate), activation, gate)
     engine.load_state(cupy.zeros((SLOTS, *layer.state_shape), dtype=np.float32), cupy.arange(SLOTS))
-    for t in range(STEPS):
+    for t in range(steps):
         token = Tokens(*(x if x is None else cupy.ascontiguousarray(x[:, t : t + 1]) for x in tokens))
         out = cupy.zeros((3, 1, layer.heads, layer.value_dim), dtype=np.float32)
         engine.step(token, slots, out)
@@ -61,6 +62,11 @@ def cases():
         ranks, bits = (np.resize(x, layer.heads) for x in ([9, FULL_STATE, 3], [1, 0, 2]))
         plan = plan_of(rng, layer, ranks, "subspace", window=WINDOW, residual_bits=bits)
         yield SketchEngine(plan, SLOTS, "int8", **options), True, layer, "bfloat16", None, rng
+        shadows = make_plan(layer, np.full(layer.heads, FULL_STATE), rng, window=WINDOW)
+        yield SketchEngine(shadows, SLOTS, **options), False, layer, "bfloat16", None, rng
+        plan = make_plan(layer, np.resize([9, 3], layer.heads), rng, map="ridge", window=WINDOW)
+        bounded = SketchEngine(plan, SLOTS, monitor=1, tolerance=1e-9, **options)
+        yield bounded, False, layer, "bfloat16", None, rng
 
 
 def main():

@@ -18,6 +18,8 @@ STEPS, REPLAYS = 70, 30
 
 SKETCHES = {
     "full-state-heads": ("gdn", [7, FULL_STATE, 16, 2]),
+    "shadows": ("gdn", [FULL_STATE] * 4),
+    "tolerance": ("gdn", [7, 3, 16, 2]),
     "gdn": ("gdn", [7, 3, 16, 2]),
     "kda": ("kda", [7, 16, 2]),
 }
@@ -36,7 +38,8 @@ def make_head(system, slots, rng, monkeypatch, overlaps):
         elif system == "replay":
             head = ss.ReplayHead(layer, slots, "cuda")
         else:
-            head = ss.SketchHead(make_plan(layer, ranks, rng), slots, "cuda")
+            options = {"monitor": 1, "tolerance": 0.4} if system == "tolerance" else {}
+            head = ss.SketchHead(make_plan(layer, ranks, rng), slots, "cuda", **options)
         head.warmup()
     return head
 
@@ -88,6 +91,11 @@ def test_order(torch, system, batch, rng, monkeypatch):
     heads[0].flush()
     heads[1].flush()
     assert np.array_equal(heads[0].state.get(), heads[1].state.get())
+    if system == "tolerance":
+        found, want = (head.errors() for head in heads)
+        assert np.array_equal(found.error, want.error)
+        assert np.array_equal(found.exact, want.exact)
+        assert batch == 1 or 0 < found.exact.mean() < 1
 
 
 def test_a_thread_that_never_used_the_device(cupy, rng):
