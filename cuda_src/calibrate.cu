@@ -1,20 +1,7 @@
 // Sums of calibration (sketchssm/calibrate/), for many states at once.
-//
-// `joint_sums`: a block has one state. What its sketch leaves is in shared memory, transposed; each rank subtracts its
-// new columns. For each number of bits the error of an element is computed where it is summed, and none is stored.
-// Thread (lane, group) has two value rows of every GROUPS-th channel.
 #include "lib/ptx.cuh"
 
-constexpr int THREADS = 256, WARPS = THREADS / 32, QUERIES = 16, MOST_BITS = 3;
-
-struct Shape {
-    int values, channels, tokens, slopes, bit_count;
-    // Lanes of a group, elements from channel to channel (odd, so that neither rows nor columns meet in a bank).
-    DEVICE int half() const { return (values + 1) / 2; }
-    DEVICE int stride() const { return 2 * half() + 1; }
-    DEVICE int groups() const { return min(THREADS / half(), channels); }
-    DEVICE int chunks() const { return max(1, THREADS / channels); }
-};
+constexpr int THREADS = 256, WARPS = THREADS / 32, QUERIES = 16;
 
 DEVICE float round_to_bf16(float x) { return __uint_as_float(static_cast<u32>(float_to_bf16(x)) << 16); }
 
@@ -24,178 +11,107 @@ template <class T> DEVICE T sum_of_warp(T x) {
     return x;
 }
 
-// Shared memory of a block, in floats: the host has the same sizes (sketchssm/cuda/calibrate.py).
-struct Room {
-    float4* queries;        // [tokens / QUERIES][channels][QUERIES / 4]
-    float4* weights;        // [2 half]: what the squares of a row weigh in the columns' scales, for each number of bits
-    float2 *across, *down;  // [bits][channels] {inverse scale, scale} and [bits][2 half] {gain / scale, scale}
-    double* sums;           // [3][WARPS]
-    float *left, *part;     // [channels][stride]; sums of groups [groups][QUERIES][2 half] and others
-
-    DEVICE Room(float4* memory, const Shape& s) {
-        queries = memory;
-        weights = queries + (s.tokens + QUERIES - 1) / QUERIES * s.channels * (QUERIES / 4);
-        across = reinterpret_cast<float2*>(weights + 2 * s.half());
-        down = across + MOST_BITS * s.channels;
-        sums = reinterpret_cast<double*>(down + MOST_BITS * 2 * s.half());
-        left = reinterpret_cast<float*>(sums + 3 * WARPS);
-        part = left + s.channels * s.stride();
-    }
-};
-
-// left -= U B of columns `first` to `last`; sums of squares over the thread's channels.
-DEVICE void subtract(const Room& m, const Shape& s, const float* image, const float* rows, int first, int last) {
-    const int half = s.half(), lane = threadIdx.x % half, group = threadIdx.x / half, groups = s.groups();
-    if (group >= groups) return;
-    float squares[2] = {};
-    for (int k = group; k < s.channels; k += groups)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int v = lane + i * half;
-            if (v == s.values) continue;  // padding
-            float sum = 0;
-            for (int g = first; g < last; g++) sum += image[g * s.values + v] * rows[g * s.channels + k];
-            float& x = m.left[k * s.stride() + v];
-            x -= sum, squares[i] += x * x;
-        }
-    m.part[2 * group * half + lane] = squares[0], m.part[(2 * group + 1) * half + lane] = squares[1];
-}
-
-// Scales of rows, then of columns, for all numbers of bits {half the codes, distance, gain, distance times gain}.
-DEVICE void scale(const Room& m, const Shape& s, const float4* levels) {
-    const int size = 2 * s.half(), columns = s.chunks() * s.channels;
-    for (int v = threadIdx.x; v < size; v += THREADS) {
-        float sum = 0, weights[4] = {};
-        for (int group = 0; group < s.groups(); group++) sum += m.part[group * size + v];
-        const float spread = sqrtf(sum / s.channels);
-#pragma unroll
-        for (int b = 0; b < MOST_BITS; b++) {
-            if (b == s.bit_count) break;
-            const float4 level = levels[b];
-            const float row = round_to_bf16(level.w * spread), down = row > 0 ? level.z / row : 0.f;
-            m.down[b * size + v] = make_float2(down, row);
-            weights[b] = level.y * down * (level.y * down);
-        }
-        m.weights[v] = make_float4(weights[0], weights[1], weights[2], 0);
-    }
-    __syncthreads();
-    for (int at = threadIdx.x; at < columns; at += THREADS) {
-        const int k = at % s.channels;
-        float sum[MOST_BITS] = {};
-        for (int v = at / s.channels; v < s.values; v += s.chunks()) {
-            const float x = m.left[k * s.stride() + v];
-            const float4 weights = m.weights[v];
-            sum[0] += weights.x * (x * x), sum[1] += weights.y * (x * x), sum[2] += weights.z * (x * x);
-        }
-#pragma unroll
-        for (int b = 0; b < MOST_BITS; b++) m.part[b * columns + at] = sum[b];
-    }
-    __syncthreads();
-    for (int at = threadIdx.x; at < s.bit_count * s.channels; at += THREADS) {
-        float sum = 0;
-        for (int i = 0; i < s.chunks(); i++)
-            sum += m.part[at / s.channels * columns + i * s.channels + at % s.channels];
-        const float column = round_to_bf16(sqrtf(sum / s.values));
-        m.across[at] = make_float2(column > 0 ? 1 / column : 0.f, column);
-    }
-}
-
-// Adds sums of one number of bits to `sums`: squares of the reads' errors, of the state's error, of slopes times errors.
-DEVICE void measure(const Room& m, const Shape& s, const float4& level, int bits, const float* slope,
-                    double (&sums)[3]) {
-    const int half = s.half(), lane = threadIdx.x % half, group = threadIdx.x / half, groups = s.groups();
-    const float least = -level.x, most = level.x - 1, shrink = 1 / level.z;
-    const float2* const across = m.across + bits * s.channels;
-    const float2 down[2] = {m.down[2 * bits * half + lane], m.down[(2 * bits + 1) * half + lane]};
-    for (int first = 0; first < s.tokens; first += QUERIES) {
-        float read[QUERIES][2] = {}, energy[2] = {};
-        for (int k = group; k < s.channels && group < groups; k += groups) {
-            const float2 scales = across[k];
-            float error[2];
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const float x = m.left[k * s.stride() + lane + i * half] * down[i].x * scales.x;
-                error[i] = (fminf(fmaxf(floorf(x), least), most) + 0.5f - x * shrink) * scales.y;
-                energy[i] += error[i] * error[i];
-            }
-            const float4* const query = m.queries + (first / QUERIES * s.channels + k) * (QUERIES / 4);
-#pragma unroll
-            for (int w = 0; w < QUERIES; w += 4) {
-                const float4 four = query[w / 4];
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    read[w][i] += four.x * error[i], read[w + 1][i] += four.y * error[i];
-                    read[w + 2][i] += four.z * error[i], read[w + 3][i] += four.w * error[i];
-                }
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            if (group >= groups) break;
-            if (first == 0) sums[1] += static_cast<double>(energy[i]) * down[i].y * down[i].y;
-#pragma unroll
-            for (int w = 0; w < QUERIES; w++)
-                m.part[((group * QUERIES + w) * 2 + i) * half + lane] = read[w][i] * down[i].y;
-        }
-        __syncthreads();
-        for (int w = threadIdx.x / 32; w < min(QUERIES, s.tokens - first); w += WARPS) {
-            const float* const own = slope + (first + w) * s.slopes;
-            float squares = 0, along = 0;
-            for (int v = threadIdx.x % 32; v < s.values; v += 32) {
-                float x = 0;
-                for (int i = 0; i < groups; i++) x += m.part[(i * QUERIES + w) * 2 * half + v];
-                squares += x * x;
-                if (s.slopes == s.values) along += own[v] * x;
-                else if (s.slopes) sums[2] += static_cast<double>(own[0] * x) * (own[0] * x);
-            }
-            sums[0] += squares;
-            if (s.slopes != s.values) continue;
-            along = sum_of_warp(along);
-            if (threadIdx.x % 32 == 0) sums[2] += static_cast<double>(along) * along;
-        }
-        __syncthreads();
-    }
-}
-
-// Sums `out [state][rank][bits][3]` of `measure`: states [V][K], images [columns][V] and rows [columns][K] of sketches,
-// queries [tokens][K], slopes [tokens][V, 1 or 0], `levels` as of `scale`.
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+// Sums `out [state][rank][bits][warp][3]` of squares: of the reads' errors, of the state's error, of slopes times the
+// reads' errors. Inputs: states [V][K], images [columns][V] and rows [columns][K] of sketches, queries [tokens][K],
+// slopes [tokens][V, 1 or 0]; `levels` of numbers of bits {half the codes, distance, gain, distance times gain}.
+//
+// A block has one state. What its sketch leaves is in shared memory, transposed; each rank subtracts its new columns.
+// For each number of bits the error of an element is computed where it is summed, and none is stored: thread
+// (value, group) has every so many channels of a value row, for QUERIES queries at once.
+// The host has the same sizes of shared memory (sketchssm/cuda/calibrate.py).
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
     joint_sums(const float* states, const float* image, const float* rows, const float* queries, const float* slope,
-               const int* ranks, const float* levels, double* out, int values, int channels, int columns, int tokens,
+               double* out, const int* ranks, const float* levels, int values, int channels, int columns, int tokens,
                int slopes, int rank_count, int bit_count) {
     extern __shared__ float4 memory[];
-    const Shape s{values, channels, tokens, slopes, bit_count};
-    const Room m(memory, s);
+    const int stride = values | 1;  // odd, so that neither rows nor columns meet in a bank
+    const int padded = (tokens + QUERIES - 1) / QUERIES * QUERIES;
+    float* const query = reinterpret_cast<float*>(memory);                        // [tokens / QUERIES][K][QUERIES]
+    float2* const across = reinterpret_cast<float2*>(query + padded * channels);  // [K] {1 / scale, scale}
+    float *const spread = reinterpret_cast<float*>(across + channels), *const down = spread + values;  // [V] each
+    float *const left = down + values, *const part = left + channels * stride;  // [K][stride], [QUERIES][THREADS]
+    const int value = threadIdx.x % values, group = threadIdx.x / values, groups = THREADS / values;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const i64 state = blockIdx.x;
-    const int warp = threadIdx.x / 32, padding = s.stride() - values;
+    states += state * values * channels, image += state * columns * values, rows += state * columns * channels;
+    queries += state * tokens * channels, slope += state * tokens * slopes;
     for (int i = threadIdx.x; i < values * channels; i += THREADS)
-        m.left[i % channels * s.stride() + i / channels] = states[state * values * channels + i];
-    for (int i = threadIdx.x; i < channels * padding; i += THREADS)
-        m.left[i / padding * s.stride() + values + i % padding] = 0;
-    for (int i = threadIdx.x; i < (tokens + QUERIES - 1) / QUERIES * QUERIES * channels; i += THREADS) {
+        left[i % channels * stride + i / channels] = states[i];
+    for (int i = threadIdx.x; i < padded * channels; i += THREADS) {
         const int token = i / (QUERIES * channels) * QUERIES + i % QUERIES, k = i / QUERIES % channels;
-        reinterpret_cast<float*>(m.queries)[i] = token < tokens ? queries[(state * tokens + token) * channels + k] : 0.f;
+        query[i] = token < tokens ? queries[token * channels + k] : 0.f;
     }
-    const float4* const all = reinterpret_cast<const float4*>(levels);
     for (int rank = 0, first = 0; rank < rank_count; first = ranks[rank++]) {
         __syncthreads();
-        subtract(m, s, image + state * columns * values, rows + state * columns * channels, first, ranks[rank]);
-        __syncthreads();
-        scale(m, s, all);
+        for (int v = warp; v < values; v += WARPS) {
+            float squares = 0;
+            for (int k = lane; k < channels; k += 32) {
+                float& x = left[k * stride + v];
+                float sum = 0;
+                for (int g = first; g < ranks[rank]; g++) sum += image[g * values + v] * rows[g * channels + k];
+                x -= sum, squares += x * x;
+            }
+            squares = sum_of_warp(squares);
+            if (lane == 0) spread[v] = sqrtf(squares / channels);
+        }
         for (int b = 0; b < bit_count; b++) {
             __syncthreads();
+            const float4 level = reinterpret_cast<const float4*>(levels)[b];
+            const float row = round_to_bf16(level.w * spread[value]), inverse = row > 0 ? level.z / row : 0.f;
+            if (group == 0) down[value] = inverse;
+            __syncthreads();
+            for (int k = threadIdx.x; k < channels; k += THREADS) {
+                float sum = 0;
+                for (int v = 0; v < values; v++) {
+                    const float x = left[k * stride + v] * down[v];
+                    sum += x * x;
+                }
+                const float column = round_to_bf16(level.y * sqrtf(sum / values));
+                across[k] = make_float2(column > 0 ? 1 / column : 0.f, column);
+            }
+            __syncthreads();
+            const float least = -level.x, most = level.x - 1, shrink = 1 / level.z;
             double sums[3] = {};
-            measure(m, s, all[b], b, slope + state * tokens * slopes, sums);
+            for (int start = 0; start < tokens; start += QUERIES) {
+                float read[QUERIES] = {}, energy = 0;
+                for (int k = group < groups ? group : channels; k < channels; k += groups) {
+                    const float2 scales = across[k];
+                    const float x = left[k * stride + value] * inverse * scales.x;
+                    const float error = (fminf(fmaxf(floorf(x), least), most) + 0.5f - x * shrink) * scales.y;
+                    const float4* const own = memory + (start / QUERIES * channels + k) * (QUERIES / 4);
+                    energy += error * error;
+#pragma unroll
+                    for (int w = 0; w < QUERIES; w += 4) {
+                        const float4 four = own[w / 4];
+                        read[w] += four.x * error, read[w + 1] += four.y * error;
+                        read[w + 2] += four.z * error, read[w + 3] += four.w * error;
+                    }
+                }
+                if (start == 0) sums[1] = static_cast<double>(energy) * row * row;
+#pragma unroll
+                for (int w = 0; w < QUERIES; w++) part[w * THREADS + threadIdx.x] = read[w] * row;
+                __syncthreads();
+                for (int w = warp; w < min(QUERIES, tokens - start); w += WARPS) {
+                    const float* const own = slope + (start + w) * slopes;
+                    float squares = 0, along = 0;
+                    for (int v = lane; v < values; v += 32) {
+                        float x = 0;
+                        for (int i = 0; i < groups; i++) x += part[w * THREADS + i * values + v];
+                        squares += x * x;
+                        if (slopes == values) along += own[v] * x;
+                    }
+                    sums[0] += squares;
+                    along = sum_of_warp(along);
+                    if (slopes == 1) sums[2] += static_cast<double>(own[0]) * own[0] * squares;
+                    else if (lane == 0) sums[2] += static_cast<double>(along) * along;
+                }
+                __syncthreads();
+            }
 #pragma unroll
             for (int i = 0; i < 3; i++) {
                 const double sum = sum_of_warp(sums[i]);
-                if (threadIdx.x % 32 == 0) m.sums[i * WARPS + warp] = sum;
+                if (lane == 0) out[(((state * rank_count + rank) * bit_count + b) * WARPS + warp) * 3 + i] = sum;
             }
-            __syncthreads();
-            if (threadIdx.x >= 3) continue;
-            double sum = 0;
-            for (int i = 0; i < WARPS; i++) sum += m.sums[threadIdx.x * WARPS + i];
-            out[((state * rank_count + rank) * bit_count + b) * 3 + threadIdx.x] = sum;
         }
     }
 }

@@ -6,6 +6,7 @@ from host import fixtures
 from samples import relative
 
 import sketchssm as ss
+from sketchssm.arrays.interop import to_host
 from sketchssm.arrays.space import Space
 from sketchssm.calibrate.prefixes import orthogonaliser
 from sketchssm.cuda import calibrate
@@ -30,19 +31,6 @@ def sketched(rng, values, channels, tokens, slopes):
     return scores, (*arrays, x), slope
 
 
-def wanted(scores, arrays, slope):
-    """The sums ``(..., ranks, bits, 3)`` by NumPy's path."""
-    x, found = arrays[3], np.zeros((*arrays[0].shape[:3], len(RANKS), len(BITS), 3))
-    for at, error in scores._errors(Space(), *arrays[:3], "float32"):
-        delta = (x * error.columns[..., None, :]) @ error.matrix.swapaxes(-1, -2) * error.rows[..., None, :]
-        weighted = delta * (0.0 if slope is None else slope.astype(np.float64))
-        if slope is not None and slope.shape[-1] > 1:
-            weighted = weighted.sum(-1, keepdims=True)
-        parts = np.square(delta, dtype=np.float64).sum((-1, -2)), error.energy, np.square(weighted).sum((-1, -2))
-        found[..., *at, :] = np.stack(parts, -1)
-    return found
-
-
 @pytest.mark.parametrize(
     ("values", "channels", "tokens", "slopes"),
     [
@@ -52,11 +40,9 @@ def wanted(scores, arrays, slope):
 )  # fmt: skip
 def test_joint_sums(cupy, values, channels, tokens, slopes, rng):
     scores, arrays, slope = sketched(rng, values, channels, tokens, slopes)
-    want = wanted(scores, arrays, slope)
-    out = cupy.empty(want.shape, np.float64)
-    given = [cupy.asarray(x) for x in arrays]
-    assert calibrate.joint_sums(given, None if slope is None else cupy.asarray(slope), RANKS, BITS, out)
-    got = out.get()
+    want = scores._measured(Space(), *arrays, slope, "float32")
+    given = [None if x is None else cupy.asarray(x) for x in (*arrays, slope)]
+    got = to_host(calibrate.joint_sums(Space(given[0]), *given, RANKS, BITS), "got")
     assert not got[0, 1, 1].any()
     away = np.abs(got - want) / np.where(want > 0, want, 1)
     # a number at the edge of two levels may get another code, with an error of the same size
@@ -69,18 +55,18 @@ def test_joint_sums(cupy, values, channels, tokens, slopes, rng):
 
 def test_no_room(cupy, rng):
     """Nothing is launched, and the caller takes another path."""
-    arrays = sketched(rng, 256, 256, 1, 0)[1]
-    assert not calibrate.joint_sums([cupy.asarray(x) for x in arrays], None, RANKS, BITS, None)
+    for values, channels in ((256, 256), (257, 8)):
+        given = [cupy.asarray(x) for x in sketched(rng, values, channels, 1, 0)[1]]
+        assert calibrate.joint_sums(Space(given[0]), *given, None, RANKS, BITS) is None
 
 
 @pytest.mark.parametrize("size", [1, 7, 16])
-def test_orthogonalise(cupy, size, rng):
+def test_orthogonaliser(cupy, size, rng):
     sketch = rng.standard_normal((3, 2, 24, size)) * 10.0 ** rng.integers(-3, 3, size)
     sketch[0, 0, :, size // 2] = sketch[0, 1] = 0  # a dependent column, and zeros alone
     gram = sketch.swapaxes(-1, -2) @ sketch
     gram /= np.maximum(np.sqrt(np.einsum("...ii,...jj->...ij", gram, gram)), 1e-300)
-    out = cupy.empty(gram.shape, np.float64)
-    assert calibrate.orthogonalise(cupy.asarray(gram), 1e-12, out)
-    want = orthogonaliser(Space(), gram, 1e-12)
-    assert relative(out.get(), want) < 1e-12
-    np.testing.assert_array_equal(out.get() == 0, want == 0)
+    given, want = cupy.asarray(gram), orthogonaliser(Space(), gram, 1e-12)
+    got = to_host(calibrate.orthogonaliser(Space(given), given, 1e-12), "got")
+    assert relative(got, want) < 1e-12
+    np.testing.assert_array_equal(got == 0, want == 0)

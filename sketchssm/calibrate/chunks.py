@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from sketchssm.arrays.space import Space
-from sketchssm.calibrate.prefixes import eliminated
+from sketchssm.calibrate.prefixes import orthogonaliser
 from sketchssm.layer.recurrence import Tokens
 
 FORGOTTEN = -800.0
@@ -100,13 +100,12 @@ def _decayed_products(space: Space, total: Any, k: Any, others: tuple[Any, ...],
 
 
 def _inverse(space: Space, lower: Any) -> Any:
-    """Inverses of ``I + strict_lower(lower)``, by forward substitution."""
+    """Inverses of ``I + strict_lower(lower)``, by forward substitution on the host."""
     size = lower.shape[-1]
     if space.on_device:
-        kept = space.xp.tril(space.zeros((size, size), "float64") + 1)
-        strict = space.xp.tril(kept, -1)
-        if (inverse := eliminated(space, lower * strict + (kept - strict), 0.0)) is not None:
-            return inverse
+        unit = space.xp.tril(lower, -1)
+        space.xp.diagonal(unit, 0, -2, -1)[...] = 1.0
+        return orthogonaliser(space, unit, 0.0)
     found = space.zeros(tuple(lower.shape), "float64")
     for j in range(size):
         found[..., j, j] = 1.0

@@ -12,7 +12,7 @@ over all heads at rank 2 with 2 bits: the loss of answers to questions about a t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from sketchssm import cuda
 from sketchssm.arrays.space import Space
 from sketchssm.calibrate.allocation import Allocation, Traffic
-from sketchssm.calibrate.coding import ResidualError, residual_error, stored
+from sketchssm.calibrate.coding import residual_error, stored
 from sketchssm.calibrate.knapsack import Actions
 from sketchssm.calibrate.prefixes import prefix_basis
 from sketchssm.calibrate.sums import Accumulator, RunningSum, common_weighting
@@ -172,27 +172,10 @@ class JointScores(Accumulator):
         energy = space.cast(space.xp.square(states).sum((-1, -2)), "float64")
         weight = space.xp.where(live, counts / space.xp.where(live, energy, 1.0), 0.0)
         image, rows = self._sketches(space, states, heads, dtype)
-        kernels = cuda.calibration(states) if space.on_device and dtype == "float32" else None
-        found = space.empty((*states.shape[:3], len(self.ranks), len(self.bits), 3), "float64")
-        if kernels and kernels.joint_sums((states, image, rows, x), slope, self.ranks, self.bits, found):
-            sums["error"][heads] += found[..., 0].sum((0, 2))
-            sums["isotropic"][heads] += (found[..., 1] * weight[..., None, None]).sum((0, 2))
-            if slope is not None:
-                sums["paired"][heads] += found[..., 2].sum((0, 2))
-            pairs: Any = ()
-        else:
-            pairs = self._errors(space, states, image, rows, dtype)
-        for pair, error in pairs:
-            delta = space.product(x * error.columns[..., None, :], error.matrix.swapaxes(-1, -2))
-            delta = delta * error.rows[..., None, :]
-            sums["error"][heads, *pair] += space.cast(space.xp.square(delta).sum(-1), "float64").sum((0, 2, 3))
-            sums["isotropic"][heads, *pair] += (error.energy * weight).sum((0, 2))
-            if slope is not None:
-                paired = slope * delta  # of roots of weights, each channel counts by itself
-                if slope.shape[-1] == self.layer.value_dim:
-                    paired = paired.sum(-1)[..., None]
-                paired = space.xp.square(space.cast(paired, "float64"))
-                sums["paired"][heads, *pair] += paired.sum((0, 2, 3, 4))
+        found = self._measured(space, states, image, rows, x, slope, dtype)
+        sums["error"][heads] += found[..., 0].sum((0, 2))
+        sums["isotropic"][heads] += (found[..., 1] * weight[..., None, None]).sum((0, 2))
+        sums["paired"][heads] += found[..., 2].sum((0, 2))
         read = space.cast(space.xp.square(space.product(x, states.swapaxes(-1, -2))).sum(-1), "float64")
         sums["energy"][heads] += read.sum((0, 2, 3))
         sums["samples"][heads] += space.cast((space.cast(live, "float64") * counts).sum((0, 2)), "int64")
@@ -226,19 +209,36 @@ class JointScores(Accumulator):
         rows = prefix_basis(space, space.product(turned, states @ omega), dtype).swapaxes(-1, -2)
         return stored(space, form, space.product(rows, turned)), stored(space, form, rows)
 
-    def _errors(
-        self, space: Space, states: Any, image: Any, rows: Any, dtype: str
-    ) -> Iterator[tuple[tuple[int, int], ResidualError]]:
-        """Places in the sums, and ``S_served^T - S^T`` of states ``(..., V, K)`` with their sketches."""
+    def _measured(self, space: Space, states: Any, image: Any, rows: Any, x: Any, slope: Any, dtype: str) -> Any:
+        """Sums ``(..., ranks, bits, 3)`` of squares of errors of states ``(..., V, K)`` with their sketches.
+
+        They are errors of reads with queries ``(..., W, K)``, of the state, and of reads times slopes.
+        """
+        xp, kernels = space.xp, cuda.calibration(states) if dtype == "float32" else None
+        if kernels:
+            found = kernels.joint_sums(space, states, image, rows, x, slope, self.ranks, self.bits)
+            if found is not None:
+                return found
+        found = space.zeros((*states.shape[:-2], len(self.ranks), len(self.bits), 3), "float64")
         left, part, start = states + 0, space.empty(tuple(states.shape), dtype), 0
         ones = space.zeros((self.layer.key_dim, 1), dtype) + 1 / self.layer.key_dim  # a product is faster than a mean
         for i, rank in enumerate(self.ranks):
             new = np.s_[..., start:rank, :]
-            left -= space.xp.matmul(image[new].swapaxes(-1, -2), rows[new], out=part)
-            start, squares = rank, space.xp.square(left)
-            spread = space.xp.sqrt((squares @ ones)[..., 0])
+            left -= xp.matmul(image[new].swapaxes(-1, -2), rows[new], out=part)
+            start, squares = rank, xp.square(left)
+            spread = xp.sqrt((squares @ ones)[..., 0])
             for j, bits in enumerate(self.bits):
-                yield (i, j), residual_error(space, left, squares, spread, bits)
+                error = residual_error(space, left, squares, spread, bits)
+                delta = space.product(x * error.columns[..., None, :], error.matrix.swapaxes(-1, -2))
+                delta = delta * error.rows[..., None, :]
+                found[..., i, j, 0] = space.cast(xp.square(delta).sum(-1), "float64").sum(-1)
+                found[..., i, j, 1] = error.energy
+                if slope is not None:
+                    paired = slope * delta  # of roots of weights, each channel counts by itself
+                    if slope.shape[-1] == self.layer.value_dim:
+                        paired = paired.sum(-1)[..., None]
+                    found[..., i, j, 2] = xp.square(space.cast(paired, "float64")).sum((-2, -1))
+        return found
 
     def __add__(self, other: JointScores) -> JointScores:
         """Scores over both sets of traces; ValueError unless basis, settings and weighting agree."""

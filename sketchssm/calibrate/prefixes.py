@@ -37,20 +37,14 @@ def prefix_basis(space: Space, sketch: Any, dtype: str) -> Any:
     return space.cast(basis, dtype)
 
 
-def eliminated(space: Space, matrices: Any, least: float) -> Any:
-    """`orthogonaliser` by one kernel, or None without one; of unit lower triangular matrices, their inverses."""
-    kernels = cuda.calibration(matrices) if space.on_device else None
-    out = space.empty(tuple(matrices.shape), "float64") if kernels else None
-    return out if kernels and kernels.orthogonalise(matrices, least, out) else None
-
-
 def orthogonaliser(space: Space, gram: Any, least: float) -> Any:
     """Lower triangular C with orthonormal columns of ``B C^T``, for B of Gram matrix `gram`; zero rows if dependent.
 
-    Gaussian elimination of the Gram matrix beside a unit matrix, with the batch on the last axis.
+    Gaussian elimination of the Gram matrix beside a unit matrix, with the batch on the last axis. It gives the inverse
+    of a unit lower triangular matrix.
     """
-    xp, size = space.xp, gram.shape[-1]
-    if (factors := eliminated(space, gram, least)) is not None:
+    xp, size, kernels = space.xp, gram.shape[-1], cuda.calibration(gram)
+    if kernels and (factors := kernels.orthogonaliser(space, gram, least)) is not None:
         return factors
     table = space.zeros((size, 2 * size, *gram.shape[:-2]), "float64")
     table[:, :size] = xp.moveaxis(gram, (-2, -1), (0, 1))

@@ -40,7 +40,7 @@ def missing() -> str:
 
 def calibration(like: Any) -> Any:
     """The kernels of calibration (`sketchssm.cuda.calibrate`) for arrays like one, or None: they need CuPy."""
-    if missing() or like.__dlpack_device__()[0] not in interop.CUDA_DEVICES:
+    if not interop.is_on_device(like) or missing() or like.__dlpack_device__()[0] not in interop.CUDA_DEVICES:
         return None
     from sketchssm.cuda import calibrate
 
