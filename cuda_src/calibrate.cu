@@ -41,14 +41,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
         const int token = i / (QUERIES * channels) * QUERIES + i % QUERIES, k = i / QUERIES % channels;
         query[i] = token < tokens ? queries[token * channels + k] : 0.f;
     }
-    for (int rank = 0, first = 0; rank < rank_count; first = ranks[rank++]) {
+    for (int rank = 0; rank < rank_count; rank++) {
+        const int first = rank ? ranks[rank - 1] : 0, last = ranks[rank];
         __syncthreads();
         for (int v = warp; v < values; v += WARPS) {
             float squares = 0;
             for (int k = lane; k < channels; k += 32) {
                 float& x = left[k * stride + v];
                 float sum = 0;
-                for (int g = first; g < ranks[rank]; g++) sum += image[g * values + v] * rows[g * channels + k];
+                for (int g = first; g < last; g++) sum += image[g * values + v] * rows[g * channels + k];
                 x -= sum, squares += x * x;
             }
             squares = sum_of_warp(squares);

@@ -28,7 +28,9 @@ def device(request, monkeypatch):
         cupy = request.getfixturevalue("cupy")
         return lambda x: None if x is None else cupy.asarray(x)
     torch = request.getfixturevalue("torch")
-    if request.param == "torch":
+    if request.param == "torch":  # on a stream of its own, which others do not wait for
+        torch.cuda.set_stream(torch.cuda.Stream())
+        request.addfinalizer(lambda: torch.cuda.set_stream(torch.cuda.default_stream()))
         return lambda x: None if x is None else torch.from_numpy(np.array(x)).cuda()
     if request.param == "kernels":  # those of the CUDA backend, run on the host
         request.getfixturevalue("of_host")
