@@ -57,6 +57,15 @@ def test_text_of_the_user_is_printed_as_it_is(name, capsys):
     assert name in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("quiet, lines", [(60.0, ""), (-1.0, "one (0 of 2 steps done)\ntwo (1 of 2 steps done)\n")])
+def test_long_steps_tell_a_log(quiet, lines, monkeypatch, capsys):
+    monkeypatch.setattr("sketchssm.cli.output.QUIET", quiet)
+    with Output(None).progress("work", 2) as step:
+        step("one")
+        step("two")
+    assert capsys.readouterr().err == lines
+
+
 @pytest.fixture
 def traces(tmp_path):
     return write_traces(tmp_path / "layer3.npz", "gdn")
@@ -274,6 +283,7 @@ def test_info(traces, tmp_path):
     described = json.loads(invoke("info", tmp_path / "plan.safetensors", "--json", "-").stdout)
     assert (described["kind"], described["window"]) == ("gdn", 8)
     assert len(described["ranks"]) == 4
-    assert described["traffic_reduction"] > 1
+    assert described["reduction"] > 1
+    assert described["residual_bits"] == [0] * 4
     invoke("info", "--json", tmp_path / "new" / "info.json")
     assert json.loads((tmp_path / "new" / "info.json").read_text()) == report

@@ -141,7 +141,7 @@ def test_info(plans):
     report = json.loads(result.stdout)
     want = st.ModelPlans.load(plans[0])
     assert (report["model"], report["windows"], report["mean_rank"]) == ("Qwen3NextForCausalLM", [4], 3.0)
-    assert report["traffic_reduction"] == pytest.approx(want.reduction)
+    assert report["reduction"] == pytest.approx(want.reduction)
     assert [layer["ranks"] for layer in report["layers"].values()] == [plan.ranks.tolist() for plan in want.values()]
     assert "model.layers.1.linear_attn" in result.stderr
 
@@ -168,6 +168,7 @@ def test_a_calibration_is_kept_where_no_plans_meet_the_budget(folder, tmp_path):
     arguments = ["--model", folder, "--text", folder / "text.txt", *SHORT, "--window", 4, "--method", "error"]
     more = ["--sketch-dtype", "bfloat16", "--keep", kept, "--out", out]
     result = invoke("calibrate", *arguments, "--reduction", 99, *more, code=2)
+    assert "Written:" in result.stdout
     assert "reduction: expected at most" in result.stderr
     invoke("calibrate", "--from", kept, "--reduction", 1.5, "--sketch-dtype", "bfloat16", "--out", out)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import warnings
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -125,7 +126,7 @@ class Traces:
             raise FileNotFoundError(f"no trace file at {path}")
         name = os.path.splitext(os.path.basename(path))[0]
         try:
-            with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
+            with zipfile.ZipFile(path), open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
                 entries = {key: archive[key] for key in ENTRIES if key in archive}
         except Exception as error:  # zipfile and its decompressors raise exceptions of many kinds
             raise TraceFileError(f"{path}: expected an npz archive of plain arrays ({error})") from error

@@ -154,7 +154,8 @@ def _of_model(
     if imported is not None:
         calibration = import_calibration(imported, source.load_model(), budget["rank_max"])
     else:
-        model, rows = source.load(least=2)
+        with output.progress("loading the model", 1):
+            model, rows = source.load(least=2)
         with output.progress("calibrating", progress_steps(len(rows))) as step:
             if keep is None:
                 _write_plans(calibrate(model, rows, progress=step, **run, **chosen), out, output)
@@ -165,6 +166,7 @@ def _of_model(
             calibration = collect(model, rows, progress=step, **run, **sizes)
     if keep is not None:
         calibration.save(keep)  # first: it has taken the time, and a budget may be out of reach
+        output.say(f"Written: {keep}")
     plans = calibration.plans(**{name: x for name, x in chosen.items() if name not in ("window", "rank_max")})
     _write_plans(plans, out, output)
 

@@ -254,7 +254,8 @@ def _of_model(source: ModelText, plans: str, asked: Recall | None, seed: int, ba
 
     given = plans if plans in EXACT else load_plans(plans)
     prompts = [] if asked is None else asked.make(source, seed)
-    model, rows = source.load(least=1)
+    with output.progress("loading the model", 1):
+        model, rows = source.load(least=1)
     with output.progress("evaluating", 2 * len(rows)) as step:
         monitor = {} if plans in EXACT else {"monitor": 1}
         found = evaluate(model, rows, given, backend=backend, progress=step, **monitor)

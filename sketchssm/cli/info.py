@@ -50,10 +50,14 @@ def command(plan: Path | None, json_file: str | None) -> None:
         title, report = "Plans of a model", _plans(plan, plans)
     else:
         title, report = "Plan", _plan(plan, *plans.values())
-    rows = [[name.replace("_", " "), _text(value)] for name, value in report.items() if name != "layers"]
+    rows = [
+        ["less traffic", f"{value:.2f}x"] if name == "reduction" else [name.replace("_", " "), _text(value)]
+        for name, value in report.items()
+        if name != "layers"
+    ]
     output.table(title, ["", ""], rows, words=2)
     layers = [
-        [name, own["kind"], f"{len(own['ranks'])}", ranks_text(own["ranks"]), f"{own['traffic_reduction']:.2f}x"]
+        [name, own["kind"], f"{len(own['ranks'])}", ranks_text(own["ranks"]), f"{own['reduction']:.2f}x"]
         for name, own in report.get("layers", {}).items()
     ]
     output.table("Layers", ["layer", "kind", "heads", "ranks", "less traffic"], layers, words=2)
@@ -75,10 +79,9 @@ def _plans(path: Path, plans: Mapping[str, SketchPlan]) -> dict[str, Any]:
         "windows": sorted({plan.window for plan in plans.values()}),
         "maps": sorted({str(plan.map) for plan in plans.values()}),
         "sketch_dtypes": sorted({plan.sketch_dtype for plan in plans.values()}),
-        "traffic_reduction": total_reduction(plans.values()),
+        "reduction": total_reduction(plans.values()),
         "layers": {
-            name: {"kind": plan.layer.kind, "ranks": plan.ranks, "traffic_reduction": plan.reduction}
-            | kept.get(name, {})
+            name: {"kind": plan.layer.kind, "ranks": plan.ranks, "reduction": plan.reduction} | kept.get(name, {})
             for name, plan in plans.items()
         },
     }
@@ -146,7 +149,8 @@ def _plan(path: Path, plan: SketchPlan) -> dict[str, Any]:
         "sketch_dtype": plan.sketch_dtype,
         "mean_rank": None if math.isnan(plan.mean_rank) else plan.mean_rank,
         "ranks": plan.ranks.tolist(),
-        "traffic_reduction": plan.reduction,
+        "residual_bits": plan.residual_bits.tolist(),
+        "reduction": plan.reduction,
         "bytes_per_token_and_head": traffic.standard(layer.key_dim, layer.value_dim) / plan.reduction,
     }
 

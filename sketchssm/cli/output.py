@@ -7,6 +7,7 @@ import io
 import json
 import math
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,9 @@ from sketchssm.plans.files import write_whole
 if TYPE_CHECKING:
     from sketchssm.plans.model_plans import ModelPlans
     from sketchssm.plans.plan import SketchPlan
+
+QUIET = 30.0
+"""Seconds without a sign after which a step writes a line, where no bar is shown."""
 
 
 class Output:
@@ -60,7 +64,7 @@ class Output:
 
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Step]:
-        """Show a progress bar on standard error while the block runs."""
+        """Show a progress bar on standard error while the block runs or, without a terminal, a line now and then."""
         console = _console(stderr=True)
         columns = (
             TextColumn("{task.description}", markup=False),
@@ -99,16 +103,20 @@ def _console(stderr: bool) -> Console:
 
 
 class Step:
-    """A progress bar of the current step."""
+    """A progress bar of the current step, or lines in its place."""
 
     def __init__(self, progress: Progress, task: Any) -> None:
         self._progress, self._task = progress, task
-        self._started = False
+        self._started, self._told = False, time.monotonic()
 
     def __call__(self, label: str) -> None:
         """Finish the step before and begin the one with this label."""
         self._progress.update(self._task, description=label, advance=1 if self._started else 0)
         self._started = True
+        if self._progress.disable and time.monotonic() - self._told > QUIET:
+            task = self._progress.tasks[0]
+            self._progress.console.print(f"{label} ({task.completed} of {task.total} steps done)")
+            self._told = time.monotonic()
 
 
 def plain(value: Any) -> Any:

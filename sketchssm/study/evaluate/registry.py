@@ -7,12 +7,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import Any
 
 from sketchssm.calibrate.traces import named_errors
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.formats import FORMATS
-from sketchssm.layer.recurrence import Layer, Tokens
+from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
 from sketchssm.layer.residual import STEPS
+from sketchssm.plans import traffic
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.study.evaluate.baselines import (
     key_reduced_systems,
@@ -102,11 +104,16 @@ def _plan(study: Study) -> list[Entry]:
 
 
 def _residuals(study: Study) -> list[Entry]:
-    """Adapted bases in int8 at a few uniform ranks, with residuals of each number of bits."""
-    make = partial(_planned, study, "residual", map=CoefficientMap("subspace"), method="uniform", sketch_dtype="int8")
-    most = min(study.traces.layer.key_dim, study.traces.layer.value_dim)
-    ranks = [rank for rank in RESIDUAL_RANKS if rank <= most]
-    return [make(f"{rank}+{bits}-bit", rank, residual_bits=bits) for rank in ranks for bits in STEPS]
+    """Adapted bases in int8 at a few uniform ranks, with residuals, where a full read moves more bytes."""
+    form: Any = {"map": CoefficientMap("subspace"), "sketch_dtype": "int8"}
+    make = partial(_planned, study, "residual", method="uniform", **form)
+    layer = study.traces.layer
+    shape = layer.kind, layer.key_dim, layer.value_dim
+    read = partial(traffic.sketch_read, *shape, window=study.settings.window, **form)
+    full, most = read(rank=FULL_STATE), min(layer.key_dim, layer.value_dim)
+    pairs = [(rank, bits) for rank in RESIDUAL_RANKS if rank <= most for bits in STEPS]
+    pairs = [(rank, bits) for rank, bits in pairs if read(rank=rank, residual_bits=bits) < full]
+    return [make(f"{rank}+{bits}-bit", rank, residual_bits=bits) for rank, bits in pairs]
 
 
 def _baseline(family: str, make: Callable[[Layer, Tokens, int], list[System]]) -> Callable[[Study], list[Entry]]:
