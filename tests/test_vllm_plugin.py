@@ -72,6 +72,11 @@ def test_a_version_without_such_layers(vllm, monkeypatch):
     refused("vllm: expected a version with layers that can", vllm, "0.40.0", **{"vllm.model_executor.custom_op": {}})
 
 
+def test_wrong_settings_are_refused_before_an_engine(vllm, monkeypatch):
+    monkeypatch.setenv("SKETCHSSM_VLLM", '{"plan": "replay"}')
+    refused("sketchssm: expected fields among plans, .*, got 'plan'", vllm, "0.33.0")
+
+
 @pytest.mark.parametrize("variable", [True, False])
 def test_with_settings(vllm, monkeypatch, variable):
     """The layers are registered once the engine is known, before the first recurrent one is made."""

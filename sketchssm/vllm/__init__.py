@@ -38,11 +38,12 @@ def register() -> None:
     """
     from sketchssm.vllm.settings import Settings
 
+    named = Settings.find(os.environ, None)  # wrong settings end the first process, before an engine starts
     try:
         from vllm.config import get_current_vllm_config_or_none as current
         from vllm.model_executor.custom_op import PluggableLayer
     except ImportError as error:
-        if Settings.find(os.environ, None) is not None:
+        if named is not None:
             raise ValueError(f"vllm: expected a version with layers that can be replaced, got {error}") from error
         return
     make = PluggableLayer.__new__
