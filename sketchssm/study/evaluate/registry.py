@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
 
 from sketchssm.calibrate.traces import named_errors
 from sketchssm.layer.coefficients import CoefficientMap
@@ -105,14 +104,15 @@ def _plan(study: Study) -> list[Entry]:
 
 def _residuals(study: Study) -> list[Entry]:
     """Adapted bases in int8 at a few uniform ranks, with residuals, where a full read moves more bytes."""
-    form: Any = {"map": CoefficientMap("subspace"), "sketch_dtype": "int8"}
-    make = partial(_planned, study, "residual", method="uniform", **form)
-    layer = study.traces.layer
-    shape = layer.kind, layer.key_dim, layer.value_dim
-    read = partial(traffic.sketch_read, *shape, window=study.settings.window, **form)
-    full, most = read(rank=FULL_STATE), min(layer.key_dim, layer.value_dim)
-    pairs = [(rank, bits) for rank in RESIDUAL_RANKS if rank <= most for bits in STEPS]
-    pairs = [(rank, bits) for rank, bits in pairs if read(rank=rank, residual_bits=bits) < full]
+    map, window, layer = CoefficientMap("subspace"), study.settings.window, study.traces.layer
+    make = partial(_planned, study, "residual", map=map, method="uniform", sketch_dtype="int8")
+
+    def read(rank: int, bits: int = 0) -> float:
+        shape = layer.kind, layer.key_dim, layer.value_dim
+        return float(traffic.sketch_read(*shape, rank, window, map, sketch_dtype="int8", residual_bits=bits))
+
+    ranks = [rank for rank in RESIDUAL_RANKS if rank <= min(layer.key_dim, layer.value_dim)]
+    pairs = [(rank, bits) for rank in ranks for bits in STEPS if read(rank, bits) < read(FULL_STATE)]
     return [make(f"{rank}+{bits}-bit", rank, residual_bits=bits) for rank, bits in pairs]
 
 
