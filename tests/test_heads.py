@@ -214,6 +214,7 @@ class TestStates:
 def test_all_rows_flush_together(backend, layer, phase, rng):
     """Whenever they joined: at the clock's strokes, W tokens apart, the first after W - phase tokens."""
     head = ss.ReplayHead(layer, SLOTS, backend, window=WINDOW, phase=phase)
+    head.warmup()
     tokens = tokens_of(rng, layer, SLOTS, 3 * WINDOW)
     joined = np.array([0, 2, 3, 5, 9])
     for t in range(3 * WINDOW):

@@ -52,7 +52,9 @@ class StandardEngine:
         layer, row = self._memory.layer, np.array([PAD_SLOT])
         shapes = layer.token_shapes()
         token = Tokens(*(np.zeros((1, 1, *shapes[x]), np.float32) if x in shapes else None for x in Tokens._fields))
+        clock = self._memory.clock.copy()
         self.step(token, row, np.empty_like(token.v))
+        self._memory.clock[...] = clock  # as if there had been no step
         self.load_state(np.zeros((1, *layer.state_shape), np.float32), row)
         self.flush(row)
         self.reset(row)
