@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from host import fixtures
 from ledger import Ledger
-from samples import plan_of, states_of, tokens_of
+from samples import at, plan_of, states_of, tokens_of
 from test_errors import call, continue_exactly, go_on_exactly
 
 import sketchssm as ss
@@ -127,6 +127,31 @@ def test_requests_above_a_tolerance_continue_exactly(layer, window, activation, 
 
     tokens = small_tokens(rng, layer, 2, 9 * window)
     continue_exactly(head_of, tokens, states_of(rng, layer, 2), 1e-4)
+
+
+@pytest.mark.parametrize("phase", [None, 1])
+def test_each_row_of_a_large_batch_decides(phase, rng):
+    """More rows than a flush has warps, at all positions; about half of them are read exactly, as on the CPU."""
+    layer, rows, steps = Layer("kda", 2, 64, 64, 2), 40, 44
+    plan, states = plan_of(rng, layer, [3, FULL_STATE], window=4), states_of(rng, layer, rows)
+    tokens = tokens_of(rng, layer, rows, steps)
+    table = [np.where(rng.uniform(size=rows) < 0.2, -1, rng.permutation(rows)) for _ in range(steps)]
+
+    def decoded(backend, **own):
+        head = ss.SketchHead(plan, rows, backend, sketch_dtype="float32", monitor=2, phase=phase, **own)
+        head.warmup()
+        head.load_state(states)
+        outs = [head.step(*at(tokens, np.s_[:, t]), slots=slots) for t, slots in enumerate(table)]
+        return np.stack(outs), head.errors()
+
+    sums = decoded("cpu")[1]
+    tolerance = float(np.median(sums.error.sum(1) / sums.energy.sum(1)))
+    want, found = decoded("cpu", tolerance=tolerance)
+    got, same = decoded("cuda", tolerance=tolerance, activation_dtype="float32")
+    assert 0.2 < found.exact.mean() < 0.9
+    np.testing.assert_array_equal(same.exact, found.exact)
+    np.testing.assert_array_equal(same.samples, found.samples)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * abs(want).max())
 
 
 def test_graphs_measure_and_begin_requests(cupy, rng):
