@@ -18,10 +18,16 @@ from sketchssm.serving.blocks import BlockLayout  # noqa: E402
 from sketchssm.serving.decoder import Recipe  # noqa: E402
 from sketchssm.study import bench  # noqa: E402
 from sketchssm.vllm.registry import CLASSES  # noqa: E402
-from sketchssm.vllm.settings import EngineFacts, Settings, check_engine  # noqa: E402
+from sketchssm.vllm.settings import EngineFacts, Settings, check_engine, plans_at  # noqa: E402
 
 FACTS = EngineFacts("cuda", "align", "gdn", 0, 16)
 DRAFTS = {"drafts": 3, "cache_mode": "none"}
+
+
+def test_a_word_that_is_neither_a_system_nor_a_path():
+    words = "plans: expected a path, 'standard', 'replay' or 'record:FILE', got 'Replay', which does not exist"
+    with pytest.raises(FileNotFoundError, match=words):
+        plans_at("Replay", None, None)
 
 
 def test_off_by_default():

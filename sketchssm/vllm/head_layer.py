@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -26,12 +26,10 @@ from sketchssm.plans.plan import SketchPlan
 from sketchssm.serving.blocks import BlockLayout
 from sketchssm.serving.decoder import LayerDecoder, Recipe
 from sketchssm.serving.inputs import convolved
-from sketchssm.serving.plans import load_plans, plan_of, sharded
+from sketchssm.serving.plans import plan_of, sharded
 from sketchssm.serving.recording import LayerRecord, Recording
 from sketchssm.vllm.metadata import BatchMetadata, logger, with_heads
-from sketchssm.vllm.settings import EngineFacts, Settings, check_engine
-
-plans_at = cache(load_plans)
+from sketchssm.vllm.settings import EngineFacts, Settings, check_engine, plans_at
 
 
 def settings_of(vllm_config: Any) -> Settings | None:

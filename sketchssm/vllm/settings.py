@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 from sketchssm.arrays.options import check_tolerance
@@ -13,6 +15,8 @@ from sketchssm.cuda import WINDOWS
 from sketchssm.layer.checks import check_number
 from sketchssm.layer.recurrence import check_integer, check_window
 from sketchssm.layer.slots import MAX_DRAFTS
+from sketchssm.plans.plan import SketchPlan
+from sketchssm.serving.plans import load_plans
 
 VARIABLE = "SKETCHSSM_VLLM"
 """Environment variable that switches the plugin on."""
@@ -107,6 +111,14 @@ class Settings:
         if "plans" not in given:
             raise ValueError(f"{KEY}: expected a field 'plans', got {', '.join(given) or 'no field'}")
         return cls(**given)
+
+
+@cache
+def plans_at(path: str, mean_rank: float | None, reduction: float | None) -> Mapping[str, SketchPlan]:
+    """Read plans as `load_plans`, once; the error of a wrong path has the words that stand for no path."""
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"plans: expected a path, {WORDS}, got {path!r}, which does not exist")
+    return load_plans(path, mean_rank, reduction)
 
 
 @dataclass(frozen=True)
