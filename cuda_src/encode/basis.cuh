@@ -273,7 +273,7 @@ DEVICE void adapt_basis(EncodeMemory& m, const Rows& state, const uint2* omega, 
             float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
             for (int w = 0; w < ENCODERS; w++) {
-                const uint2 part = m.parts[w][0][i];
+                const uint2 part = (&m.parts[w][0][0])[i];
                 const float2 x = halves_to_floats(part.x), y = halves_to_floats(part.y);
                 sum.x += x.x, sum.y += x.y, sum.z += y.x, sum.w += y.y;
             }
