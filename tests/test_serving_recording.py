@@ -186,6 +186,7 @@ def test_tokens_that_sums_refuse_are_skipped(rng, tmp_path):
             twin["b"].add([torch.from_numpy(x[0, 40:360]) for x in tokens["b"]], None)
             assert np.array_equal(records["b"].sums["moments"].query_gram, twin["b"].sums["moments"].query_gram)
             assert (records["a"].tokens, records["b"].tokens) == (440, 320)
+    assert lines.pop(0) == "0 of 320 tokens for bases"
     assert [line.partition(":")[0] for line in lines[:2]] == [
         f"skipped tokens that can't be added, {n} times so far" for n in (1, 2)
     ]

@@ -54,6 +54,9 @@ LEAST = 1024
 LOOK = 1.0
 """Seconds from one look at this file to the next."""
 
+TELL = 60.0
+"""Seconds from one line about the tokens so far to the next."""
+
 
 def columns_of(layer: Layer) -> int:
     """Columns of a layer's basis."""
@@ -168,7 +171,7 @@ class Recording:
     share : float
         Most of the engine's time that is spent; with 1, all chunks are added, and as many rows as can be followed.
     tell : callable
-        Is given a line for the log at each stage.
+        Is given a line for the log at each stage, and about once a minute.
     rank, world : int
         This process, and the processes that hold the model's layers and heads.
 
@@ -198,7 +201,7 @@ class Recording:
         self.active = True
         self._need, self._next, self._fitted = tokens, self._fit, 0
         self._skipped = 0  # chunks and followed rows, of the layer with most
-        self._seen, self._looked = _stamp(self._trigger), 0.0
+        self._seen, self._looked, self._told = _stamp(self._trigger), 0.0, -TELL
         self._task = Future[None]()
         self._task.set_result(None)
         self._pool = ThreadPoolExecutor(1, "sketchssm")
@@ -283,6 +286,10 @@ class Recording:
             self._seen = _stamp(self._trigger) or seen
             if self._seen != seen:
                 self._need = min(self._need, max(tokens, LEAST))
+        if now - self._told >= TELL:
+            stage = "bases" if self._next == self._fit else "scores"
+            self._tell(f"{tokens} of {self._need} tokens for {stage}")
+            self._told = now
         if tokens < self._need:
             return True
         self._task = self._pool.submit(self._run, self._next)
