@@ -25,7 +25,8 @@ _NAMES = {
     "plans.basis": "SketchBasis",
     "calibrate.basis": "fit_basis",
     "calibrate.scores": "RankScores",
-    "calibrate.joint": "JointScores allocate_joint",
+    "calibrate.joint_allocation": "allocate_joint",
+    "calibrate.joint_scores": "JointScores",
     "calibrate.allocation": "Allocation allocate_ranks",
     "study.planning": "autoplan Candidate candidates PlanPoint PlanSearch StepTimes",
     "plans.plan": "PlanFileError SketchPlan",
@@ -65,7 +66,8 @@ if TYPE_CHECKING:
     from sketchssm.calibrate.allocation import Allocation, allocate_ranks
     from sketchssm.calibrate.basis import fit_basis
     from sketchssm.calibrate.calibration import Calibration
-    from sketchssm.calibrate.joint import JointScores, allocate_joint
+    from sketchssm.calibrate.joint_allocation import allocate_joint
+    from sketchssm.calibrate.joint_scores import JointScores
     from sketchssm.calibrate.moments import Moments
     from sketchssm.calibrate.scores import RankScores
     from sketchssm.calibrate.traces import Traces

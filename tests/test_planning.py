@@ -12,7 +12,7 @@ from test_cli import invoke
 from test_traces import write_traces
 
 from sketchssm.calibrate.allocation import allocate_ranks
-from sketchssm.calibrate.joint import allocate_joint
+from sketchssm.calibrate.joint_allocation import allocate_joint
 from sketchssm.calibrate.plans import calibrate
 from sketchssm.calibrate.traces import Traces
 from sketchssm.heads.sketch import SketchHead

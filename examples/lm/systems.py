@@ -8,7 +8,7 @@ from recurrence import Recorder
 from torch.nn import functional as F
 
 import sketchssm as ss
-from sketchssm.calibrate.joint import some_scores
+from sketchssm.calibrate.joint_scores import some_scores
 from sketchssm.cuda import MAX_RANK
 from sketchssm.layer.recurrence import Tokens
 from sketchssm.study.evaluate.baselines import (

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.calibrate.allocation import budget_of
-from sketchssm.calibrate.joint import JointScores, some_scores
+from sketchssm.calibrate.joint_scores import JointScores, some_scores
 from sketchssm.calibrate.plans import (
     joint_plans,
     mean_retained,

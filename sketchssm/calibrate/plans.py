@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from sketchssm.calibrate.allocation import METHODS, Allocation, allocate_ranks
 from sketchssm.calibrate.basis import fit_basis
-from sketchssm.calibrate.joint import MAP, JointScores, allocate_joint
+from sketchssm.calibrate.joint_allocation import MAP, allocate_joint
+from sketchssm.calibrate.joint_scores import JointScores
 from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.calibrate.traces import Traces

@@ -28,7 +28,7 @@ THREADS, QUERIES = 256, 16
 def joint_sums(
     space: Space, states: Any, image: Any, rows: Any, x: Any, slope: Any, ranks: Sequence[int], bits: Sequence[int]
 ) -> Any:
-    """Return `sketchssm.calibrate.joint.JointScores._measured` of arrays of float32."""
+    """Return `sketchssm.calibrate.joint_scores.JointScores._measured` of arrays of float32."""
     *lead, values, channels = states.shape
     if values > THREADS:
         return None

@@ -25,7 +25,7 @@ from sketchssm.arrays.gates import GateInput
 from sketchssm.calibrate.basis import fit_basis
 from sketchssm.calibrate.calibration import Calibration, LayerCalibration, StoredBasis
 from sketchssm.calibrate.distributed import join_shards
-from sketchssm.calibrate.joint import WINDOWS, JointScores
+from sketchssm.calibrate.joint_scores import WINDOWS, JointScores
 from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.calibrate.windows import Carry

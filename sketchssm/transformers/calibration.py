@@ -13,7 +13,8 @@ from sketchssm.arrays import interop
 from sketchssm.calibrate.allocation import METHODS, budget_of
 from sketchssm.calibrate.basis import fit_basis
 from sketchssm.calibrate.calibration import Calibration, LayerCalibration, StoredBasis
-from sketchssm.calibrate.joint import WINDOWS, JointScores, check_reduction
+from sketchssm.calibrate.joint_allocation import check_reduction
+from sketchssm.calibrate.joint_scores import WINDOWS, JointScores
 from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.plans import residual_settings
 from sketchssm.calibrate.scores import RankScores

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sketchssm.calibrate.joint import JointScores
+from sketchssm.calibrate.joint_scores import JointScores
 from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.layer.recurrence import Layer, Tokens

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from sketchssm.calibrate.joint import MAP, some_of
+from sketchssm.calibrate.joint_allocation import MAP
+from sketchssm.calibrate.joint_scores import some_of
 from sketchssm.layer.checks import check_items
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.formats import SketchFormat

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sketchssm.arrays.interop import to_host
-from sketchssm.calibrate.joint import JointScores
+from sketchssm.calibrate.joint_scores import JointScores
 from sketchssm.calibrate.plans import Calibrated, calibrate
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.calibrate.traces import Traces, named_errors
