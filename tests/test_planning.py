@@ -126,7 +126,7 @@ def test_target_seconds(layers, search):
 
     def time_of(plans):
         timed.append(plans)
-        return float(sum(plan.mean_rank * plan.window for plan in plans))
+        return float(sum(plan.ranks.clip(0).mean() * plan.window for plan in plans))
 
     found = autoplan(layers, seconds=40.0, time_of=time_of, **SETTINGS)
     best = [p for c in TRIED for p in frontier(p for p in search.points if p.candidate == c)]
