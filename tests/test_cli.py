@@ -57,6 +57,12 @@ def test_text_of_the_user_is_printed_as_it_is(name, capsys):
     assert name in capsys.readouterr().out
 
 
+def test_a_slash_ends_a_folder_of_plans(traces, tmp_path):
+    for out, want in (("plans/", "plans/layer3.safetensors"), ("plans", "plans/layer3.safetensors"), ("one", "one")):
+        invoke("calibrate", traces, "--out", f"{tmp_path}/{out}", "--mean-rank", 3, "--window", 8)
+        assert SketchPlan.load(tmp_path / want).window == 8
+
+
 @pytest.mark.parametrize("quiet, lines", [(60.0, ""), (-1.0, "one (0 of 2 steps done)\ntwo (1 of 2 steps done)\n")])
 def test_long_steps_tell_a_log(quiet, lines, monkeypatch, capsys):
     monkeypatch.setattr("sketchssm.cli.output.QUIET", quiet)

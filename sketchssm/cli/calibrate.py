@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sketchssm.cli import options
-from sketchssm.cli.options import AT_LEAST_ONE, NEW_FILE, NUMBERS, OLD_FILE, PATH, POSITIVE
+from sketchssm.cli.options import AT_LEAST_ONE, NEW_FILE, NUMBERS, OLD_FILE, POSITIVE
 
 if TYPE_CHECKING:
     from sketchssm.calibrate.plans import Settings
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 @click.option(
     "--out",
     required=True,
-    type=PATH,
-    help="Plan file or, for several trace files, a folder with one plan each. For --model: file of all plans.",
+    type=click.Path(),
+    help="Plan file, or a folder: one plan for each trace file. For --model: file of all plans.",
 )
 @click.option("--mean-rank", type=AT_LEAST_ONE, help="Budget without residuals: the read bytes at this rank.")
 @click.option(
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 @options.output
 def command(
     traces: tuple[Path, ...],
-    out: Path,
+    out: str,
     mean_rank: float | None,
     reduction: float | None,
     sample: tuple[int, ...] | None,
@@ -77,8 +77,8 @@ def command(
     budget: dict[str, Any] = {"mean_rank": mean_rank, "reduction": reduction, "rank_max": rank_max}
     if calibration is not None:
         options.refuse("with --from", ("keep", "imported", "window", "sample", "resume"))
-        options.check_files({"--from": calibration}, out=out, json=json_file)
-        _from_calibration(calibration, out, settings, Output(json_file), **budget)
+        options.check_files({"--from": calibration}, out=Path(out), json=json_file)
+        _from_calibration(calibration, Path(out), settings, Output(json_file), **budget)
         return
     if source is None:
         options.refuse("without --model", ("keep", "imported", "sample", "resume"))
@@ -86,15 +86,17 @@ def command(
         options.check_files({"TRACES": traces}, out=files, json=json_file)
         _from_traces(traces, files, settings, Output(json_file), **budget)
         return
+    path = Path(out)
     options.check_files(
-        {"--text": source.text, "--import": imported}, out=out, keep=keep, resume=resume, json=json_file
+        {"--text": source.text, "--import": imported}, out=path, keep=keep, resume=resume, json=json_file
     )
     if imported is not None:
         options.refuse("with --import", ("text", "rows", "length", "window", "sample", "resume"))
     if sample is not None:
         options.refuse("with --sample", ("rows",))
         source = replace(source, rows=sum(-(-tokens // source.length) for tokens in sample))
-    _of_model(source, out, settings, Output(json_file), keep, imported, {"sample": sample, "resume": resume}, **budget)
+    run = {"sample": sample, "resume": resume}
+    _of_model(source, path, settings, Output(json_file), keep, imported, run, **budget)
 
 
 def _from_traces(

@@ -138,9 +138,13 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def plan_paths(traces: Sequence[Path], out: Path) -> list[Path]:
-    """Plan file of each trace file: `out` itself for one trace file, a file in the folder `out` for several."""
-    if len(traces) == 1 and not out.is_dir():
+def plan_paths(traces: Sequence[Path], place: str) -> list[Path]:
+    """Plan file of each trace file: `place` itself for one trace file, unless it is a folder or a slash ends it.
+
+    A file in the folder `place` for several.
+    """
+    out = Path(place)
+    if len(traces) == 1 and not out.is_dir() and not place.endswith("/"):
         return [out]
     paths = [out / f"{path.stem}.safetensors" for path in traces]
     if twice := sorted({path.name for path in paths if paths.count(path) > 1}):

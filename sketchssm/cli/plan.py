@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from sketchssm.cli import options
-from sketchssm.cli.options import COUNT, NUMBERS, PATH, POSITIVE, Commas
+from sketchssm.cli.options import COUNT, NUMBERS, POSITIVE, Commas
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.formats import SketchFormat
 
@@ -24,9 +24,7 @@ def _map(text: str) -> CoefficientMap:
 
 @click.command("plan")
 @options.trace_files
-@click.option(
-    "--out", required=True, type=PATH, help="Plan file or, for several trace files, a folder with one plan each."
-)
+@click.option("--out", required=True, type=click.Path(), help="Plan file, or a folder: one plan for each trace file.")
 @click.option("--error", type=POSITIVE, help="Target: at most this error of the outputs.")
 @click.option(
     "--traffic",
@@ -64,7 +62,7 @@ def _map(text: str) -> CoefficientMap:
 @options.output
 def command(
     traces: tuple[Path, ...],
-    out: Path,
+    out: str,
     error: float | None,
     traffic: float | None,
     microseconds: float | None,
