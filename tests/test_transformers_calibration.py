@@ -135,7 +135,8 @@ def test_progress(qwen):
         ({"text": text(2, 5)}, r"text: expected rows of at least 6 tokens, got a row of 5"),
         ({"text": text().flatten()}, r"text: expected at least 2 rows, got 0; .* than 1024"),
         ({"text": "any"}, r"tokenizer: expected the model's tokenizer for text, got None"),
-        ({"text": text(), "tokenizer": len}, r"tokenizer: expected None with token ids"),
+        ({"text": text(), "tokenizer": len}, r"tokenizer: expected None with token ids, got builtin_"),
+        ({"text": {"input_ids": text()}}, r"text: expected a sequence of strings or of rows .*, got \{'input"),
         ({"text": text(), "length": 8}, r"length: expected None with rows of token ids, got 8"),
         ({"text": text().flatten(), "length": 1}, r"length: expected an integer of at least 2, got 1"),
         ({"text": text().float()}, r"text: expected strings or integers .* got float32 of \(24,\)"),
@@ -150,7 +151,7 @@ def test_progress(qwen):
 )
 def test_bad_settings(qwen, settings, message):
     labels = []
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         st.calibrate(
             qwen, **({"text": text(), "window": WINDOW, "mean_rank": 3, "progress": labels.append} | settings)
         )

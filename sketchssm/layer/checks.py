@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -173,8 +173,8 @@ def as_array(name: str, value: Any, dtype: Any = None) -> npt.NDArray[Any]:
 
 
 def check_items(name: str, value: Any, items: str) -> tuple[Any, ...]:
-    """Check and return the items of a sequence, which is no string; `items` says what they are, for the message."""
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
+    """Check and return the items of a sequence, no string or mapping; `items` says what they are, for the message."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         raise TypeError(f"{name}: expected a sequence of {items}, got {reprlib.repr(value)}")
     return tuple(value)
 

@@ -35,7 +35,7 @@ def token_rows(
             raise ValueError("tokenizer: expected the model's tokenizer for text, got None")
         found = _cut(_tokenised(strings, tokenizer), length)
     elif tokenizer is not None:
-        raise ValueError("tokenizer: expected None with token ids")
+        raise ValueError(f"tokenizer: expected None with token ids, got {type(tokenizer).__name__}")
     elif hasattr(text, "shape") and len(text.shape) == 1:
         found = _cut(_ids(text, name), length)
     elif length is not None:
