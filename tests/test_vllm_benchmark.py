@@ -44,7 +44,7 @@ def test_models_and_plans(models, tmp_path):
     folder = models.write_model("kimi-linear", tmp_path)
     assert json.loads(Path(folder, "config.json").read_text())["dtype"] == "bfloat16"
     plans = models.write_plans("kimi-linear", tmp_path, 7, "lowrank")
-    plan = SketchPlan.load(f"{plans}/layers.26.safetensors")
+    plan = SketchPlan.load(f"{plans}/layers.15.safetensors")
     assert (plan.layer, plan.window) == (bench.SHAPES["kimi-linear"], 16)
 
 
