@@ -9,7 +9,6 @@ Each head decodes what its layer of the exact model receives. The reported error
 
 import argparse
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 from model import HybridLM
 from prompts import needle_prompts, text_rows
 from recurrence import Recorder, chunked
-from runs import command, commit, devices, encoder
+from runs import encoder, origin
 from stress import texts_of
 
 import sketchssm as ss
@@ -103,14 +102,7 @@ def main(given=None):
             for text, x in found.items()
         }
         systems.append({"name": system.name, "reduction": system.reduction, "texts": results})
-    report = {
-        "commit": options.commit or commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "devices": devices([next(iter(heads.values())).backend], model),
-        "command": command("errors.py", options),
-        "model": options.model.stem,
-        "systems": systems,
-    }
+    report = origin("errors.py", options, [next(iter(heads.values())).backend], model) | {"systems": systems}
     output = Output(None if options.out is None else str(options.out / f"errors-{options.model.stem}.json"))
     show(output, report)
     output.finish(report)

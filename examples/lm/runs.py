@@ -2,6 +2,7 @@
 
 import shlex
 import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -52,3 +53,14 @@ def command(script, options):
         values = value if isinstance(value, list | tuple) else [] if value is True else [value]
         words += [f"--{name.replace('_', '-')}", *(f"{x:g}" if isinstance(x, float) else str(x) for x in values)]
     return f"python examples/lm/{script} {shlex.join(words)}"
+
+
+def origin(script, options, backends, model):
+    """First fields of a report: what ran, when and where."""
+    return {
+        "commit": options.commit or commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "devices": devices(backends, model),
+        "command": command(script, options),
+        "model": options.model.stem,
+    }

@@ -7,13 +7,12 @@ the error that its layer reports on every other row of prose; the other half of 
 """
 
 import sys
-from datetime import UTC, datetime
 
 import numpy as np
 import torch
 from errors import PROSE, arguments, prepared
 from evaluate import mean_and_error, score_text
-from runs import command, commit, devices
+from runs import origin
 
 import sketchssm as ss
 from sketchssm.cli.output import Output
@@ -58,14 +57,7 @@ def main(given=None):
         }
         found = {text: compared(model, standard, watched, bounded, ids) for text, ids in rows.items()}
         systems.append({"name": system.name, "reduction": system.reduction, "texts": found})
-    report = {
-        "commit": options.commit or commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "devices": devices([next(iter(standard.values())).backend], model),
-        "command": command("tolerance.py", options),
-        "model": options.model.stem,
-        "systems": systems,
-    }
+    report = origin("tolerance.py", options, [next(iter(standard.values())).backend], model) | {"systems": systems}
     output = Output(None if options.out is None else str(options.out / f"tolerance-{options.model.stem}.json"))
     show(output, report, options.factor)
     output.finish(report)
