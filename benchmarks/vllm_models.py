@@ -27,6 +27,11 @@ def nemotron_nano():
     }  # fmt: skip
 
 
+def nemotron_super_layers():
+    """Nemotron-Nano-9B-v2 with the mamba2 layers of Nemotron 3 Super: heads of 64 channels in place of 80."""
+    return nemotron_nano() | {"mamba_head_dim": 64}
+
+
 def qwen3_next():
     """A third of Qwen3-Next-80B-A3B, as the whole has 160 GB: 12 gdn layers, 4 attention layers, all 512 experts."""
     layers = 16
@@ -65,7 +70,10 @@ def kimi_linear():
     }  # fmt: skip
 
 
-MODELS = {"nemotron-nano-9b-v2": nemotron_nano, "qwen3-next": qwen3_next, "kimi-linear": kimi_linear}
+MODELS = {
+    "nemotron-nano-9b-v2": nemotron_nano, "nemotron-3-super": nemotron_super_layers, "qwen3-next": qwen3_next,
+    "kimi-linear": kimi_linear,
+}  # fmt: skip
 """Configurations by the names that their layers have in `sketchssm.study.bench.SHAPES`."""
 
 
