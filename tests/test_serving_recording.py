@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 import sketchssm as ss  # noqa: E402
 from sketchssm.serving import recording  # noqa: E402
 from sketchssm.serving.following import ROWS, STEPS, Followed  # noqa: E402
-from sketchssm.serving.inputs import log_decays  # noqa: E402
+from sketchssm.serving.inputs import convolved, log_decays  # noqa: E402
 from sketchssm.serving.recording import FINISH, Chunk, Recording  # noqa: E402
 
 BLOCK = 8
@@ -89,6 +89,33 @@ def serve(made, records, tokens, first, rows, group="g"):
                 own = at(tokens[name], np.s_[0, first : first + chunk.tokens])
                 record.add([torch.from_numpy(x) for x in own if x is not None], None)
     return choice
+
+
+@pytest.mark.parametrize("kind", ("mamba2", "kda"))
+def test_followed_rows_are_added_as_one_by_one(rng, tmp_path, kind):
+    """Sums in float32 of other blocks of rows round energies at 1e-6."""
+    counts, tokens = [STEPS, 9, STEPS, 0], tokens_of(rng, LAYERS[kind], ROWS, STEPS)
+    states = torch.from_numpy(rng.standard_normal((ROWS, *LAYERS[kind].state_shape), dtype=np.float32))
+    records = [recorder(tmp_path / name, {kind: LAYERS[kind]})[1][kind] for name in "xy"]
+    together, alone = records
+    together.allocate(torch.float32, torch.device("cpu"))
+    given = [torch.from_numpy(x) for x in tokens if x is not None]
+    for tape, x in zip(together._tape, given, strict=True):
+        tape[:-1] = x.flatten(0, 1)
+    together.begin(states[:3])
+    together.end(counts)
+    for i in range(3):
+        alone.add([x[i, : counts[i]] for x in given], states[i : i + 1])
+    assert together.tokens == alone.tokens == sum(counts)
+    for name in ("state_gram", "query_gram", "samples"):
+        found, want = (getattr(record.sums["moments"], name) for record in records)
+        assert np.abs(found - want).max() <= 1e-5 * np.abs(want).max()
+
+
+def test_rows_behind_the_convolution_are_contiguous(rng):
+    """As the kernels of the inputs take them."""
+    x, before, weight = (torch.from_numpy(rng.standard_normal(shape)) for shape in ((5, 8), (3, 8), (8, 4)))
+    assert convolved(x, before, weight, None)[0].is_contiguous()
 
 
 def test_shares_of_processes_are_joined(rng, tmp_path):

@@ -63,6 +63,11 @@ def split_rows(
     )
 
 
+def on_device(x: Array, like: torch.Tensor) -> torch.Tensor:
+    """Copy an array of the host to a tensor's device; the host does not wait for the device's work."""
+    return torch.from_numpy(x).to(like.device, non_blocking=True)
+
+
 def moved_rows(lengths: Array, computed: Array, block: int) -> tuple[Array, Array]:
     """Find the rows whose states move to another block in this step, and the place of each one's last block.
 
@@ -108,7 +113,7 @@ class PrefillRows:
         behind = slots[split.decodes :].contiguous()
         if not split.continued.size:
             return cls(behind, passed=passed)
-        index = torch.from_numpy(split.continued).to(slots.device, non_blocking=True)
+        index = on_device(split.continued, slots)
         kept = None if accepted is None else accepted[index].clamp(min=1)
         return cls(behind, slots[index], kept, passed)
 
@@ -169,5 +174,5 @@ class RowBuffers:
         starts, inside = np.cumsum(lengths) - lengths, np.arange(width)
         places = np.flatnonzero((inside < lengths[:, None]).reshape(-1))
         gather = np.minimum(starts[:, None] + inside, max(tokens - 1, 0)).reshape(-1)
-        gather, places = (torch.from_numpy(x).to(own.device, non_blocking=True) for x in (gather, places))
+        gather, places = (on_device(x, own) for x in (gather, places))
         return DecodeRows(own, tokens, width, counts, kept, gather, places)

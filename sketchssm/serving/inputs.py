@@ -77,8 +77,8 @@ def log_decays(raw: torch.Tensor, gate: GateInput) -> torch.Tensor:
 def convolved(x: torch.Tensor, before: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Convolution and SiLU of tokens ``(tokens, channels)`` behind others ``(width - 1, channels)``.
 
-    `weight` is ``(channels, width)``.
+    `weight` is ``(channels, width)``. Rows of the result are contiguous.
     """
     line = torch.cat([before, x]).T.float()
     out = F.conv1d(line, weight[:, None].float(), None if bias is None else bias.float(), groups=len(weight))
-    return F.silu(out.T).to(x.dtype)
+    return F.silu(out.T).to(x.dtype).contiguous()

@@ -128,19 +128,24 @@ class LayerRecord:
         self._states[: self._rows] = states
 
     def end(self, counts: list[int]) -> None:
-        """Add the tokens of the followed rows."""
-        for i, count in enumerate(counts[: self._rows]):
-            if count:
-                self.add([x[i * STEPS : i * STEPS + count] for x in self._tape], self._states[i : i + 1])
+        """Add the tokens of the followed rows, those of rows of equally many tokens together."""
+        for count in sorted({*counts[: self._rows]} - {0}):
+            rows = [i for i, own in enumerate(counts[: self._rows]) if own == count]
+            tokens = [x[:-1].unflatten(0, (ROWS, STEPS))[rows, :count] for x in self._tape]
+            self._add(tokens, self._states[rows])
 
     def add(self, tokens: Sequence[torch.Tensor | None], state: torch.Tensor | None) -> None:
         """Add tokens ``(tokens, ...)`` of one row behind a state ``(1, heads, V, K)``; None for a zero state."""
+        self._add([None if x is None else x[None] for x in tokens], state)
+
+    def _add(self, tokens: Sequence[torch.Tensor | None], states: torch.Tensor | None) -> None:
+        """Add tokens ``(rows, tokens, ...)`` behind states ``(rows, heads, V, K)``."""
         q, k, v, g, beta = (*tokens, None)[:5]
         gate = self._gate()
         if gate is not None:
             g = log_decays(g, gate)
-        given = [None if x is None else x[None].float() for x in (q, k, v, g, beta)]
-        carry = None if state is None else Carry(state.float())
+        given = [None if x is None else x.float() for x in (q, k, v, g, beta)]
+        carry = None if states is None else Carry(states.float())
         before = [(sums, dict(vars(sums))) for sums in self.sums.values()]  # an update changes no array in place
         try:
             for sums in self.sums.values():
@@ -151,7 +156,7 @@ class LayerRecord:
             self.skipped += 1
             self.recording.skip(self.skipped, f"{self.name}: {error}")
         else:
-            self.tokens += len(v)  # type: ignore[arg-type]
+            self.tokens += v.shape[0] * v.shape[1]  # type: ignore[union-attr]
 
 
 class Recording:

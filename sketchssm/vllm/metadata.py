@@ -14,7 +14,16 @@ import vllm
 from vllm.logger import init_logger
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
-from sketchssm.serving.batches import DecodeRows, KnownTokens, PrefillRows, RowBuffers, Split, moved_rows, split_rows
+from sketchssm.serving.batches import (
+    DecodeRows,
+    KnownTokens,
+    PrefillRows,
+    RowBuffers,
+    Split,
+    moved_rows,
+    on_device,
+    split_rows,
+)
 from sketchssm.serving.errors import ErrorLog
 from sketchssm.serving.following import Followed
 from sketchssm.vllm import selfcheck
@@ -100,9 +109,9 @@ class HeadRows:
             self._restart(split, slots)
             self._report(slots[:n], lengths[:n])
             if split.whole.size:
-                counts = torch.from_numpy(lengths[split.whole]).to(slots.device)
+                counts = on_device(lengths[split.whole], slots)
                 blocks = self._layers()[0].kv_cache[0].shape[0]
-                self._known.note(slots[torch.from_numpy(split.whole).to(slots.device)], counts, blocks)
+                self._known.note(slots[on_device(split.whole, slots)], counts, blocks)
         if split.prefills:
             aligned = getattr(self, "mamba_aligned_state_indices", None)  # blocks of all rows, from the V2 runner
             if aligned is not None:
@@ -167,13 +176,13 @@ class HeadRows:
                 for layer in layers if choice.end else ():
                     layer.record.end(found)
             if choice.begin is not None:
-                rows = torch.from_numpy(choice.begin).to(slots.device)
-                self._followed.begin(slots[rows], torch.from_numpy(computed[choice.begin]).to(slots.device))
+                rows = on_device(choice.begin, slots)
+                self._followed.begin(slots[rows], on_device(computed[choice.begin], slots))
                 for layer in layers:
                     layer.record.begin(layer.kv_cache[-1][slots[rows]])
             if choice.follow:
                 single = np.arange(len(lengths)) < split.decodes * (lengths == 1)
-                own, single = (torch.from_numpy(x).to(slots.device) for x in (computed, single))
+                own, single = (on_device(x, slots) for x in (computed, single))
                 before = slots
                 if self._mode == "align":
                     places = (own.long() - 1).clamp(min=0) // self.kv_cache_spec.block_size
@@ -190,7 +199,7 @@ class HeadRows:
         """Log now and then what heads have measured in the requests of the rows that have tokens."""
         layers = self._layers() if self._recording else []
         if layers and layers[0].recipe.monitor and self._errors.due:
-            rows = torch.from_numpy(np.flatnonzero(lengths)).to(slots.device)
+            rows = on_device(np.flatnonzero(lengths), slots)
             self._errors.write({layer.prefix: layer.decoder.head for layer in layers}, slots[rows])
 
     def _slots(self, table: Any, seq_lens: Any) -> Any:
@@ -206,7 +215,7 @@ class HeadRows:
         """Let states go on in other blocks. vLLM has moved the states of the convolution."""
         if not len(moved[0]):
             return
-        rows, places = (torch.from_numpy(x).to(slots.device) for x in moved)
+        rows, places = (on_device(x, slots) for x in moved)
         sources, targets = table[rows, places].contiguous(), slots[rows].contiguous()
         for layer in self._layers():
             layer.decoder.move(sources, targets)
@@ -215,7 +224,7 @@ class HeadRows:
         """Begin requests of one token from zero: nothing has written their blocks."""
         if not split.fresh.size:
             return
-        rows = slots[torch.from_numpy(split.fresh).to(slots.device)]
+        rows = slots[on_device(split.fresh, slots)]
         for layer in self._layers():
             layer.decoder.restart(rows)
             layer.kv_cache[0][rows.long()] = 0
