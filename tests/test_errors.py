@@ -227,10 +227,10 @@ def test_refusals(layer):
 
 
 def test_lines_of_an_engines_log(layer, rng, monkeypatch):
-    """Once a minute; of all requests together, and of the one with the largest error."""
-    now, lines = [100.0], []
+    """Once a minute; of all requests together, and of the one with the largest error. Gauges have the same numbers."""
+    now, lines, shown = [100.0], [], []
     monkeypatch.setattr("sketchssm.serving.errors.monotonic", lambda: now[0])
-    log, head = ErrorLog(lines.append), ledger_of(layer, "reference").head
+    log, head = ErrorLog(lines.append, lambda *own: shown.append(own)), ledger_of(layer, "reference").head
     head.load_state(states_of(rng, layer, SLOTS))
     log.write({"layers.0": head}, [0, 1])
     assert not lines  # no sample
@@ -242,7 +242,8 @@ def test_lines_of_an_engines_log(layer, rng, monkeypatch):
     most = max(head.errors([slot]).relative for slot in (0, 1))
     each = f"{head.errors([0, 1]).relative:.1e} ({most:.1e})"
     assert len(lines) == 1 and lines[0].endswith(f": layers.0 {each}, layers.1 {each}")
+    assert shown == [(name, head.errors([0, 1]).relative, pytest.approx(most), 0) for name in ("layers.0", "layers.1")]
     bounded = ledger_of(layer, "reference", tolerance=1e-9).head
     bounded.step(*tokens_of(rng, layer, 2, LEAST_SAMPLES * WINDOW))
     log.write({"layers.0": bounded}, [0, 1, 2])
-    assert lines[1].endswith(", 2 exact)")
+    assert lines[1].endswith(", 2 exact)") and shown[2][3] == 2

@@ -25,6 +25,7 @@ from vllm_layers import CLASSES, DRAFTS, TOLERANCE, forward_context, patched, wi
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    import prometheus_client
     from vllm.model_executor import custom_op
     from vllm.model_executor.layers.mamba import mamba_mixer2
     from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn, qwen_gdn_linear_attn
@@ -74,7 +75,9 @@ def test_layers_serve_requests(fixture, kind, system):
 
 @pytest.mark.parametrize("kind", list(CLASSES)[:3])
 def test_errors_of_requests_that_decode_are_logged(fixture, kind):
-    """Once a minute: of rows with tokens, not of blocks that no request has, which may hold anything."""
+    """Once a minute: of rows with tokens, not of blocks that no request has, which may hold anything. Prometheus has
+    the numbers of the last line.
+    """
     layer = fixture(kind, "sketch")
     lines, log = [], layer.builder._errors
     log._tell, given = lines.append, layer.inputs(40)
@@ -84,7 +87,10 @@ def test_errors_of_requests_that_decode_are_logged(fixture, kind):
     assert len(lines) == 1  # at token 25: before, nothing was flushed
     assert layer.module.decoder.head.errors([3]).samples == [2]
     assert lines[0].startswith("sketchssm: relative squared errors of sketches in 1 request, 1 samples a layer;")
-    assert "model.layers.0.mixer " in lines[0]
+    name = "model.layers.0.mixer"
+    assert f"{name} " in lines[0]
+    value = prometheus_client.REGISTRY.get_sample_value("sketchssm_relative_squared_error", {"layer": name})
+    assert f"{name} {value:.1e}" in lines[0]
 
 
 @pytest.mark.parametrize("kind", CLASSES)

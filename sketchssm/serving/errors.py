@@ -15,10 +15,14 @@ EVERY = 60.0
 
 
 class ErrorLog:
-    """Tells the errors of some layers' heads once a minute; `tell` takes a line."""
+    """Tells the errors of some layers' heads once a minute.
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell, self._last = tell, monotonic()
+    `tell` takes a line. `show` takes a layer's name, its relative squared error, the largest of a request, and the
+    number of requests with exact reads.
+    """
+
+    def __init__(self, tell: Callable[[str], None], show: Callable[[str, float, float, int], None]) -> None:
+        self._tell, self._show, self._last = tell, show, monotonic()
 
     @property
     def due(self) -> bool:
@@ -39,8 +43,10 @@ class ErrorLog:
                 continue
             samples = max(samples, int(found.samples.sum()))
             each = found.error[measured].sum(1) / np.maximum(found.energy[measured].sum(1), 1e-30)
-            exact = "" if head.tolerance is None else f", {found.exact.sum()} exact"
-            parts.append(f"{name} {found.relative:.1e} ({each.max():.1e}{exact})")
+            relative, largest, changed = float(found.relative), float(each.max()), int(found.exact.sum())
+            self._show(name, relative, largest, changed)
+            exact = "" if head.tolerance is None else f", {changed} exact"
+            parts.append(f"{name} {relative:.1e} ({largest:.1e}{exact})")
         if parts:
             requests = "1 request" if len(slots) == 1 else f"{len(slots)} requests"
             self._tell(

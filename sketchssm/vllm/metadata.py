@@ -26,7 +26,7 @@ from sketchssm.serving.batches import (
 )
 from sketchssm.serving.errors import ErrorLog
 from sketchssm.serving.following import Followed
-from sketchssm.vllm import selfcheck
+from sketchssm.vllm import gauges, selfcheck
 from sketchssm.vllm.registry import tested
 
 logger = init_logger("vllm.sketchssm")
@@ -66,7 +66,7 @@ class HeadRows:
         self._followed, self._recording = Followed(device), True
         self._buffers = RowBuffers(max(most, captured or 0), self._drafts, device)
         self._known = KnownTokens()
-        self._errors = ErrorLog(logger.info)
+        self._errors = ErrorLog(logger.info, gauges.show)
 
     def build(
         self,
