@@ -12,6 +12,7 @@ from sketchssm.layer.coefficients import MAPS, CoefficientMap
 from sketchssm.layer.recurrence import FULL_STATE, KINDS, Layer
 from sketchssm.plans import traffic
 from sketchssm.plans.files import save_file
+from sketchssm.plans.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans
 from sketchssm.plans.plan import FORMAT
 
 LAYER = LAYERS["gdn"]  # 4 heads, K = 6, V = 5
@@ -38,6 +39,7 @@ def same(a, b):
         first, second = getattr(a, name), getattr(b, name)
         assert first.dtype == second.dtype
         assert first.tobytes() == second.tobytes()
+    assert a.residual_bits.tolist() == b.residual_bits.tolist()
     for name in ("window", "map", "sketch_dtype"):
         assert getattr(a, name) == getattr(b, name)
         assert type(getattr(a, name)) is type(getattr(b, name))
@@ -239,9 +241,6 @@ class TestBadFiles:
             ss.SketchPlan.load(saved)
 
 
-OLDER = FORMAT._replace(version=4, tensors=("omega", "projection", "ranks"))
-
-
 def test_an_allocation_brings_its_format(rng):
     class Allocation:
         ranks, sketch_dtype = RANKS, "int8"
@@ -251,11 +250,34 @@ def test_an_allocation_brings_its_format(rng):
     assert ss.SketchPlan(basis, Allocation(), sketch_dtype="bfloat16").sketch_dtype == "bfloat16"
 
 
-def of_version_4(path, settings):
-    """Write a plan file as the version before wrote it."""
-    fields, tensors = parts_of(path)
-    older = {"flush_every": fields["window"], "wide": None}
-    save_file(path, OLDER, tensors | {"projection": tensors["omega"]}, fields | older | settings)
+def as_of(version, fields, tensors):
+    """Fields and tensors of a plan as an older version wrote them."""
+    gone = {2: {"residual_bits", "sketch_dtype"}, 3: {"residual_bits"}, 4: set()}[version]
+    more = {} if version == 2 else {"flush_every": fields["window"], "wide": None}
+    kept = {name: x for name, x in (fields | more).items() if name not in gone}
+    return kept, tensors | {"projection": tensors["omega"]}
+
+
+def save_older(path, version, settings):
+    fields, tensors = as_of(version, *parts_of(path))
+    save_file(path, FORMAT._replace(version=version, tensors=tuple(sorted(tensors))), tensors, fields | settings)
+
+
+@pytest.mark.parametrize("version", [2, 3, 4])
+def test_older_files(version, rng, tmp_path):
+    """Plans of a layer and of a model."""
+    path, plan = tmp_path / "plan.safetensors", plan_of(rng, LAYER, RANKS)
+    plan.save(path)
+    save_older(path, version, {})
+    same(ss.SketchPlan.load(path), plan)
+    whole, identity = tmp_path / "model.safetensors", LayerFingerprint("Module", LAYER, "x")
+    made = AllocationSummary(2.0, "uniform", 0.0, {"a": 1.0}, 9)
+    ModelPlans({"a": plan}, ModelFingerprint("Model", {"a": identity}), made).save(whole)
+    fields, _ = parts_of(whole)
+    fields["layers"]["a"]["plan"], tensors = as_of(version, *plan._contents()[::-1])
+    form = ModelPlans.FORMAT._replace(version=version, tensors=tuple(f"a.{name}" for name in sorted(tensors)))
+    save_file(whole, form, {f"a.{name}": x for name, x in tensors.items()}, fields)
+    same(ModelPlans.load(whole)["a"], plan)
 
 
 @pytest.mark.parametrize(
@@ -268,13 +290,10 @@ def of_version_4(path, settings):
     ],
 )
 def test_files_with_settings_that_are_gone(name, value, rng, tmp_path):
-    """They are refused by name; a file of the same version without them loads."""
+    """They are refused by name."""
     path = tmp_path / "plan.safetensors"
-    plan = plan_of(rng, LAYER, RANKS)
-    plan.save(path)
-    of_version_4(path, {})
-    same(ss.SketchPlan.load(path), plan)
-    of_version_4(path, {name: value})
+    plan_of(rng, LAYER, RANKS).save(path)
+    save_older(path, 4, {name: value})
     gone = value["name"] if name == "map" else value
     with pytest.raises(ss.PlanFileError, match=re.escape(f"{path}: {name}: this version does not have {gone!r}")):
         ss.SketchPlan.load(path)

@@ -29,7 +29,7 @@ from sketchssm.plans.files import FileFormat, Stored, check_array
 from sketchssm.plans.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans
 from sketchssm.plans.plan import SketchPlan
 
-FORMAT = FileFormat("sketchssm-calibration", 3, (), older=(2,))
+FORMAT = FileFormat("sketchssm-calibration", 3, (), older={2: {}})
 """A tensor has the name of its layer, a dot, and its name: of the basis, or of a sum after the name of its scores."""
 
 SCORES: dict[str, type[Accumulator]] = {"ranks": RankScores, "joint": JointScores, "answers": JointScores}

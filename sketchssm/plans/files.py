@@ -18,6 +18,7 @@ from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -50,7 +51,8 @@ class FileFormat(NamedTuple):
 
     `name` and `version` go into the metadata. `tensors` names the arrays of a file, no more and no fewer; none
     allows any. `error` is the exception of `load_file`, a subclass of `ValueError`. `remedy` says what to do about a
-    file of another version. `older` holds the versions that are also read, whose files may have other tensors.
+    file of another version. `older` holds the versions that are also read, each with the fields that it lacks and
+    their values; their files may have other tensors.
     """
 
     name: str
@@ -58,7 +60,7 @@ class FileFormat(NamedTuple):
     tensors: tuple[str, ...]
     error: type[ValueError] = FileFormatError
     remedy: str = "calibrate again"
-    older: tuple[int, ...] = ()
+    older: Mapping[int, Mapping[str, Any]] = MappingProxyType({})
 
 
 def save_file(
@@ -154,8 +156,8 @@ def load_file(path: str | os.PathLike[str], form: FileFormat, build: Callable[..
             tensors = {name: file.get_tensor(name) for name in expected}
         if document.pop("sha256", None) != _checksum(document, tensors):
             raise ValueError("the contents do not match their checksum: the file is damaged")
-        del document["format"], document["version"]
-        return build(tensors, **document)
+        del document["format"]
+        return build(tensors, **form.older.get(document.pop("version"), {}), **document)
     except SafetensorError as error:
         raise form.error(f"{path}: not a whole safetensors file ({error})") from error
     except OSError:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy.typing as npt
@@ -17,7 +18,13 @@ from sketchssm.plans.files import FileFormat, Stored, format_of
 from sketchssm.plans.plan import FORMAT as PLAN_FORMAT
 from sketchssm.plans.plan import PlanFileError, SketchPlan, total_reduction
 
-FORMAT = FileFormat("sketchssm-model-plans", PLAN_FORMAT.version, (), PlanFileError, older=PLAN_FORMAT.older)
+FORMAT = FileFormat(
+    "sketchssm-model-plans",
+    PLAN_FORMAT.version,
+    (),
+    PlanFileError,
+    older={version: {"lacking": fields} for version, fields in PLAN_FORMAT.older.items()},
+)
 """The versions are those of the plans. A tensor has the name of its layer, a dot, and its name in the plan."""
 
 
@@ -181,7 +188,14 @@ class ModelPlans(Stored, Mapping[str, SketchPlan]):
         return tensors, fields
 
     @classmethod
-    def _build(cls, tensors: dict[str, npt.NDArray[Any]], model: Any, layers: Any, allocation: Any) -> ModelPlans:
+    def _build(
+        cls,
+        tensors: dict[str, npt.NDArray[Any]],
+        model: Any,
+        layers: Any,
+        allocation: Any,
+        lacking: Mapping[str, Any] = MappingProxyType({}),  # fields of an older version's plans
+    ) -> ModelPlans:
         expected = [f"{name}.{tensor}" for name in layers for tensor in PLAN_FORMAT.tensors]
         older = {f"{name}.projection" for name in layers}
         if set(tensors) - older != set(expected):
@@ -190,7 +204,7 @@ class ModelPlans(Stored, Mapping[str, SketchPlan]):
         for name, entry in layers.items():
             own = {tensor: tensors[f"{name}.{tensor}"] for tensor in PLAN_FORMAT.tensors}
             try:
-                plans[name] = SketchPlan._build(own, **entry["plan"])
+                plans[name] = SketchPlan._build(own, **lacking, **entry["plan"])
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
             identities[name] = LayerFingerprint(str(entry["module"]), plans[name].layer, str(entry["parameters"]))

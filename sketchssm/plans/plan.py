@@ -39,7 +39,13 @@ class PlanFileError(FileFormatError):
     """A plan file that can't be used: damaged, not a plan, of another version, or inconsistent."""
 
 
-FORMAT = FileFormat("sketchssm-plan", 5, ("omega", "ranks"), PlanFileError, older=(4,))
+FORMAT = FileFormat(
+    "sketchssm-plan",
+    5,
+    ("omega", "ranks"),
+    PlanFileError,
+    older={4: {}, 3: {"residual_bits": 0}, 2: {"residual_bits": 0, "sketch_dtype": "bfloat16"}},
+)
 
 
 class SketchPlan(Stored):
@@ -230,7 +236,7 @@ class SketchPlan(Stored):
         map: Any,
         sketch_dtype: Any,
         residual_bits: Any,
-        wide: Any = None,  # this and the next are of version 4
+        wide: Any = None,  # this and the next are of versions 3 and 4
         flush_every: Any = None,
     ) -> SketchPlan:
         for name, value, expected in (
