@@ -1,6 +1,7 @@
 """Benchmarks: bytes, tables, and the steps of a GPU on the host's stand-in for a device."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -78,6 +79,28 @@ class TestWorkloads:
         for name, (layer, models) in bench.SHIPPED.items():
             sizes = layer.kind, layer.heads, layer.key_heads, layer.key_dim, layer.value_dim, bench.MEAN_RANKS[name]
             assert name not in bench.COMMON or f"| `{name}` | {' | '.join(map(str, sizes))} | {models} |\n" in page
+
+    def test_every_shape_has_its_measured_times(self):
+        """The table of the CUDA page has the shapes, their sizes and ranks, and the figures of the file of results."""
+        root = Path(__file__).parents[1]
+        page = (root / "docs" / "cuda.md").read_text()
+        timed = {}
+        for x in json.loads((root / "benchmarks" / "results" / "cuda-shapes.json").read_text())["results"]:
+            timed.setdefault(x["shape"], {})[x["system"].split()[0]] = x
+        assert set(timed) == set(bench.SHAPES)
+        for name, layer in bench.SHAPES.items():
+            standard, replay, sketch = (timed[name][system] for system in ("standard", "replay", "sketch"))
+            rank = bench.MEAN_RANKS[name]
+            assert float(sketch["system"].split()[1].removeprefix("G=")) == pytest.approx(rank, abs=0.5)
+            (row,) = re.findall(rf"^\| {re.escape(name)} \((\d+), (\d+), (\d+) / (\d+)\), (\d+) \|(.*)\|$", page, re.M)
+            sizes = layer.key_dim, layer.value_dim, layer.heads, layer.key_heads, rank
+            assert tuple(map(int, row[:-1])) == sizes
+            shown = [float(x) for x in re.findall(r"([\d.]+)", row[-1])]
+            whole = standard["microseconds"], replay["microseconds"], sketch["microseconds"]
+            (us, share, *rest), window = (whole[0], 100 * standard["fraction"], whole[1]), whole[2]
+            rest += [sketch["read_microseconds"], 100 * sketch["read_fraction"]]
+            rest += [sketch["flush_microseconds"], 100 * sketch["flush_fraction"], window, us / window]
+            assert shown == pytest.approx([us, share, *rest], rel=0.012)
 
 
 class TestBytes:

@@ -206,6 +206,26 @@ def test_all_variants_compile(compiled):
             assert f"for 'sm_{sm}'" in log, name
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes", "message"),
+    [
+        *(
+            ("nemotron-3-super-ridge", "-DK=40", "whole operands"),
+            ("qwen3-next-ridge", "-DV=24", "whole blocks of rows"),
+        ),
+        *(
+            ("nemotron-3-super-ridge", "-DK=512", "every lane has all"),
+            ("kimi-linear-ridge", "-DK=256", "each channel's"),
+        ),
+    ],
+)
+def test_other_shapes_do_not_compile(name, sizes, message, chosen):
+    variant = chosen[f"{name}-flush"]
+    options = [x for x in variant.options if not x.startswith(sizes[: sizes.index("=") + 1])]
+    with pytest.raises(compiler.CompileError, match=f"static assertion failed.*{message}"):
+        ptx(source_text("flush"), sizes, *options)
+
+
 @pytest.mark.parametrize("operation", ["standard", "read", "flush", "encode", "read_draft", "standard_draft"])
 def test_sources_treat_sm_90_and_sm_100_alike(operation):
     conditions = re.findall(r"^#(?:el)?if (.*__CUDA_ARCH__.*)", source_text(operation), flags=re.MULTILINE)

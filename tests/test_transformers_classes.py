@@ -21,6 +21,8 @@ from tiny_models import (
     transformers,
 )
 
+from sketchssm.study import bench
+
 FUNCTIONS = re.compile(
     r"gated_delta_(rule|product)|kimi_delta|[a-z]_kda\b|delta_rule\b|mamba2?_chunk_scan|selective_state_update"
     r"|LightningAttention|(chunk|recurrent)_(simple_)?(gla|linear_attn|lightning_attn|retention|rwkv\d?)\b"
@@ -44,6 +46,25 @@ def test_modeling_files_are_covered_or_excepted():
     covered = {folder(name) for name in SETTINGS | MORE}
     assert found - covered == set(EXCEPTIONS)
     assert covered <= found
+
+
+@pytest.mark.skipif(transformers.__version__ < "5.24", reason="the defaults are those of 5.24")
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *((name, "qwen3-next") for name in ("Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText", "Qwen4ExpText")),
+        *((name, "kimi-linear") for name in ("KimiLinear", "BailingHybrid")),
+        *((name, "nemotron-3-super") for name in ("Mamba2", "NemotronH")),
+        *(("LaraMini", "lara-mini"), ("OlmoHybrid", "olmo-hybrid-7b"), ("Glm5NextText", "glm-5-flash")),
+    ],
+)
+def test_defaults_have_shipped_shapes(name, shape):
+    """Of a model without memory, of the default configuration."""
+    needed = MORE["Qwen4Exp"].items() if name == "Qwen4ExpText" else ()  # no defaults of its attention
+    config = getattr(transformers, f"{name}Config")(**{x: y for x, y in needed if x.startswith("indexer")})
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(config)
+    assert {found.layer for found in st.layers(model).values()} == {bench.SHAPES[shape]}
 
 
 @pytest.mark.parametrize("name", MORE)

@@ -31,7 +31,7 @@ PROPERTIES = {
     "kda": Kind(erases=True, channel_decays=True),
     "gla": Kind(erases=False, channel_decays=True),
 }
-"""Kinds by name. A new kind is an entry here: nothing else compares names."""
+"""Kinds by name. A new kind is an entry here: names are compared only for interfaces of other libraries."""
 
 KINDS = tuple(PROPERTIES)
 
