@@ -78,6 +78,14 @@ def test_token_ids_in_place_of_text(folder, plans, tmp_path):
     assert out.read_bytes() == plans[0].read_bytes()
 
 
+def test_layers_that_are_spread(folder, plans, tmp_path):
+    pytest.importorskip("accelerate")
+    out = tmp_path / "plans.safetensors"
+    arguments = ["--model", folder, "--text", folder / "text.npy", *SHORT, "--window", 4, "--mean-rank", 3]
+    invoke("calibrate", *arguments, "--device", "balanced", "--out", out)
+    assert out.read_bytes() == plans[0].read_bytes()
+
+
 def test_settings_reach_the_plans(folder, tmp_path):
     out = tmp_path / "plans.safetensors"
     arguments = ["--model", folder, "--text", folder / "text.npy", *SHORT, "--mean-rank", 3, "--window", 4]
@@ -149,7 +157,7 @@ def test_info(plans):
 def test_a_kept_calibration_gives_plans(folder, plans, tmp_path):
     """The plans beside it, and those of another budget with residuals."""
     arguments = ["--model", folder, "--text", folder / "text.txt", *SHORT, "--window", 4, "--mean-rank", 3]
-    kept, beside = tmp_path / "c.safetensors", tmp_path / "p.safetensors"
+    kept, beside = tmp_path / "new" / "c.safetensors", tmp_path / "p.safetensors"
     invoke("calibrate", *arguments, "--keep", kept, "--out", beside)
     assert beside.read_bytes() == plans[0].read_bytes()
     out = tmp_path / "q.safetensors"
@@ -225,7 +233,7 @@ def test_import_of_published_calibrations(folder, tmp_path):
         (lambda c: c.update(layer_ids=[0] * len(c["omega"])), "layer_ids: expected the layers"),
         (lambda c: c.update(omega=c["omega"][1:]), "recurrent layers, got"),
         (lambda c: c["omega"].fill_(np.nan), "omega: expected a tensor of 4 axes and finite numbers"),
-        (lambda c: c.update(model=print), "calibration.pt: "),  # code is not loaded
+        (lambda c: c.update(model=print), "calibration.pt: expected a file of torch.save, of tensors and plain"),
     ],
 )
 def test_refused_imports(spoil, match, tmp_path):
@@ -249,6 +257,8 @@ TASKS = f"{EVALUATE} --length 80 --plans standard --tasks keys"
         ("calibrate --out x --rows 3", "--rows: has no effect without --model"),
         ("calibrate --out x --resume y {}/text.npy", "--resume: has no effect without --model"),
         (f"{CALIBRATE} --rows 3 --sample 48,24", "--rows: has no effect with --sample"),
+        (f"{CALIBRATE} --sample 48", "--sample: expected two numbers, for bases and for ranks, got 1"),
+        ("calibrate --out x --import {}/text.npy --model {}", "--mean-rank: expected a mean rank with --import"),
         ("calibrate --out x --model {}", "--text: expected a text for the model to read"),
         ("calibrate --out x --model {} {}/text.npy", "--model: expected no trace files with"),
         ("calibrate --out {} --model {} --text {}/text.npy", "--out: expected a file, got the folder"),

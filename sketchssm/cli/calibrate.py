@@ -91,10 +91,17 @@ def command(
         {"--text": source.text, "--import": imported}, out=path, keep=keep, resume=resume, json=json_file
     )
     if imported is not None:
-        options.refuse("with --import", ("text", "rows", "length", "window", "sample", "resume"))
+        options.refuse("with --import", ("text", "rows", "length", "window", "sample", "resume", "reduction"))
+        if mean_rank is None:
+            raise click.UsageError("--mean-rank: expected a mean rank with --import, whose scores have no residuals")
     if sample is not None:
         options.refuse("with --sample", ("rows",))
+        if len(sample) != 2:
+            raise click.UsageError(f"--sample: expected two numbers, for bases and for ranks, got {len(sample)}")
         source = replace(source, rows=sum(-(-tokens // source.length) for tokens in sample))
+    for file in (keep, resume):
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
     run = {"sample": sample, "resume": resume}
     _of_model(source, path, settings, Output(json_file), keep, imported, run, **budget)
 

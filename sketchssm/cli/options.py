@@ -215,7 +215,9 @@ model_options = gather(
         default="auto",
         help="Type of the parameters of --model; auto is the type of the files.",
     ),
-    click.option("--device", default="auto", help="Where --model runs; auto prefers a CUDA device."),
+    click.option(
+        "--device", default="auto", help="Where --model runs: auto prefers a CUDA device; balanced spreads it."
+    ),
 )
 """A model and a text, as one argument `source`: None for a command with `trace_files`."""
 

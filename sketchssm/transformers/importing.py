@@ -59,6 +59,11 @@ def import_calibration(
     layers = {name: own.layer for name, own in identity.layers.items()}
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # PyTorch's message advises to load code too
+        raise FileFormatError(
+            f"{path}: expected a file of torch.save, of tensors and plain values alone, got another"
+        ) from error
+    try:
         found = _layers(contents, layers, most)
     except Exception as error:  # whatever a damaged or crafted file provokes
         raise FileFormatError(f"{path}: {error}") from error

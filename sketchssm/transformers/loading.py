@@ -24,7 +24,7 @@ class ModelText:
     rows: int  # to take from the beginning of the text
     length: int  # tokens of a row
     dtype: str  # of the parameters; "auto" for the type of the files
-    device: str  # "auto" for the first CUDA device if there is one
+    device: str  # "auto" for the first CUDA device if there is one, "balanced" for all of them and the host
 
     def load(self, least: int) -> tuple[Any, list[Ids]]:
         """Load the model, in evaluation mode on its device, and `least` to `rows` rows of ids, ``(tokens,)`` each.
@@ -50,17 +50,18 @@ class ModelText:
         device = self.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        spread = device == "balanced"
         try:
-            if torch.device(device).type == "meta":
+            if not spread and torch.device(device).type == "meta":
                 raise RuntimeError("its tensors have no values")
-            torch.empty(0, device=device)
+            torch.empty(0, device=None if spread else device)
         except (RuntimeError, AssertionError) as error:  # AssertionError: PyTorch without CUDA
             raise ValueError(f"device: {device!r} can't be used ({error})") from error
         config = self._loaded("AutoConfig")
-        quantised = getattr(config, "quantization_config", None) is not None
-        place = {"device_map": device} if quantised else {}  # quantised weights are made on their device
-        model = self._loaded(_class_of(config), dtype=self.dtype, **place)
-        return (model if quantised else model.to(device)).eval()
+        # quantised weights are made on their device
+        placed = spread or getattr(config, "quantization_config", None) is not None
+        model = self._loaded(_class_of(config), dtype=self.dtype, **({"device_map": device} if placed else {}))
+        return (model if placed else model.to(device)).eval()
 
     def haystack(self) -> tuple[Ids, Callable[[str], list[int]]]:
         """Token ids of the whole text, ``(tokens,)``, and the model's tokenizer as a function of a string.
