@@ -61,7 +61,9 @@ def test_modeling_files_are_covered_or_excepted():
 def test_defaults_have_shipped_shapes(name, shape):
     """Of a model without memory, of the default configuration."""
     needed = MORE["Qwen4Exp"].items() if name == "Qwen4ExpText" else ()  # no defaults of its attention
-    config = getattr(transformers, f"{name}Config")(**{x: y for x, y in needed if x.startswith("indexer")})
+    config = getattr(transformers, f"{name}Config")(
+        **{x: y for x, y in needed if x.startswith(("indexer", "head_dim"))}
+    )
     with torch.device("meta"):
         model = transformers.AutoModel.from_config(config)
     assert {found.layer for found in st.layers(model).values()} == {bench.SHAPES[shape]}
