@@ -28,7 +28,7 @@ _NAMES = {
     "calibrate.joint_allocation": "allocate_joint",
     "calibrate.joint_scores": "JointScores",
     "calibrate.allocation": "Allocation allocate_ranks",
-    "study.planning": "autoplan Candidate candidates PlanPoint PlanSearch StepTimes",
+    "study.planning": "autoplan Candidate candidates PlanPoint PlanSearch StepTimes plans_within",
     "plans.plan": "PlanFileError SketchPlan",
     "heads.head": "DecodeHead",
     "heads.exact": "ExactHead",
@@ -56,7 +56,7 @@ __all__ = [
     "Moments", "PlanFileError", "PlanPoint", "PlanSearch", "PrunedHead", "QuantisedHead", "RankScores", "ReadErrors",
     "ReplayHead", "SketchBasis", "SketchHead", "SketchPlan", "SlotPart", "Snapshot", "SnapshotFileError",
     "StandardHead", "StepTimes", "Tokens", "Traces", "UnsupportedError", "allocate_joint", "allocate_ranks",
-    "autoplan", "candidates", "distributed", "fit_basis", "low_rank_projection", "models", "traffic",
+    "autoplan", "candidates", "distributed", "fit_basis", "low_rank_projection", "models", "plans_within", "traffic",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -93,7 +93,15 @@ if TYPE_CHECKING:
         QuantisedHead,
         low_rank_projection,
     )
-    from sketchssm.study.planning import Candidate, PlanPoint, PlanSearch, StepTimes, autoplan, candidates
+    from sketchssm.study.planning import (
+        Candidate,
+        PlanPoint,
+        PlanSearch,
+        StepTimes,
+        autoplan,
+        candidates,
+        plans_within,
+    )
 
 
 def __getattr__(name: str) -> Any:

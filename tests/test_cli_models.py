@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from samples import refused
 from test_cli import invoke
 from tiny_models import VISION, make, prompt, st, torch, transformers
 
@@ -170,6 +171,38 @@ def test_a_kept_calibration_gives_plans(folder, plans, tmp_path):
     assert "calibrate --from makes plans of it" in " ".join(invoke("info", kept, code=2).stderr.split())
 
 
+def test_plans_for_a_time(folder, tmp_path):
+    """The first of the budgets, from the most traffic on, that takes at most as long."""
+    arguments = ["--model", folder, "--text", folder / "text.txt", *SHORT, "--window", 4, "--reduction", 1.5]
+    kept, out = tmp_path / "c.safetensors", tmp_path / "p.safetensors"
+    invoke("calibrate", *arguments, "--keep", kept, "--out", out)
+    calibration, seen = ss.Calibration.load(kept), []
+
+    def took(plans):
+        seen.append(plans)
+        return 1.0 if len(seen) < 3 else 0.4
+
+    found = ss.plans_within(calibration, 0.5, took, budgets=(2, 1.5, 1.2), rank_max=2)
+    assert len(seen) == 3 and found.allocation.method == "joint"
+    assert {n: x.fingerprint for n, x in found.items()} == {
+        n: x.fingerprint for n, x in calibration.plans(reduction=2, rank_max=2).items()
+    }
+    assert ss.plans_within(calibration, 0.5, took, map="ridge").allocation.mean_rank == 16
+    for budgets, message in (
+        ((1.5,), r"seconds: expected at least 1, the least of"),
+        ((99,), "reduction: expected at"),
+    ):
+        seen.clear()
+        refused(message, ss.plans_within, calibration, 0.5, took, budgets=budgets)
+    refused("seconds: expected a finite number above 0, got 0", ss.plans_within, calibration, 0, took)
+    with pytest.raises(TypeError, match="time_of: expected a function of the plans, got 5"):
+        ss.plans_within(calibration, 1, 5)
+    timed = ["--from", kept, "--out", out, "--map", "ridge", "--time-on", "cpu", "--batch", 1, "--microseconds"]
+    invoke("calibrate", *timed, 1e9)
+    assert st.ModelPlans.load(out).allocation.mean_rank == 16
+    assert "seconds: expected at least" in invoke("calibrate", *timed, 1e-3, code=2).stderr
+
+
 def test_a_calibration_is_kept_where_no_plans_meet_the_budget(folder, tmp_path):
     """It has taken the time. Its joint scores are those of the plans' format."""
     kept, out = tmp_path / "c.safetensors", tmp_path / "p.safetensors"
@@ -254,6 +287,13 @@ TASKS = f"{EVALUATE} --length 80 --plans standard --tasks keys"
         ("calibrate --out x --from {}/text.npy --model {}", "--model: has no effect with --from"),
         (f"{CALIBRATE} --reduction 9 --mean-rank 3", "--mean-rank: has no effect with --reduction"),
         ("calibrate --out x --keep y {}/text.npy", "--keep: has no effect without --model"),
+        ("calibrate --out x --microseconds 9 {}/text.npy", "--microseconds: has no effect without --from"),
+        ("calibrate --out x --from {}/text.npy --microseconds 9", "--microseconds: expected --time-on cpu or"),
+        (
+            "calibrate --out x --from {}/text.npy --microseconds 9 --time-on cpu --mean-rank 3",
+            "--mean-rank: has no effect with --microseconds",
+        ),
+        ("calibrate --out x --from {}/text.npy --batch 3", "--batch: has no effect without --microseconds"),
         ("calibrate --out x --rows 3", "--rows: has no effect without --model"),
         ("calibrate --out x --resume y {}/text.npy", "--resume: has no effect without --model"),
         (f"{CALIBRATE} --rows 3 --sample 48,24", "--rows: has no effect with --sample"),

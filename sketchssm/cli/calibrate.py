@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sketchssm.cli import options
-from sketchssm.cli.options import AT_LEAST_ONE, NEW_FILE, NUMBERS, OLD_FILE, POSITIVE
+from sketchssm.cli.options import AT_LEAST_ONE, COUNT, NEW_FILE, NUMBERS, OLD_FILE, POSITIVE
 
 if TYPE_CHECKING:
     from sketchssm.calibrate.plans import Settings
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 )
 @click.option("--keep", type=NEW_FILE, help="For --model: also write its calibration, from which --from makes plans.")
 @click.option("--from", "calibration", type=OLD_FILE, help="Instead of TRACES: a calibration that --keep wrote.")
+@click.option("--microseconds", type=POSITIVE, help="With --from: budget, the time of a step of all layers.")
+@options.time_on
+@click.option("--batch", type=COUNT, default=32, help="Rows of a timed step.")
 @click.option("--import", "imported", type=OLD_FILE, help="For --model: its calibration.pt of the paper's authors.")
 @options.rank_max
 @options.map_settings
@@ -56,6 +59,9 @@ def command(
     resume: Path | None,
     keep: Path | None,
     calibration: Path | None,
+    microseconds: float | None,
+    time_on: str | None,
+    batch: int,
     imported: Path | None,
     rank_max: int | None,
     settings: Settings,
@@ -74,10 +80,19 @@ def command(
         options.refuse("with --reduction", ("mean_rank",))
     rank, reduction = budget_of(mean_rank, reduction, settings.map, settings.method)
     mean_rank = rank if reduction is None else None
+    if calibration is None:
+        options.refuse("without --from", ("microseconds",))
+    if microseconds is None:
+        options.refuse("without --microseconds", ("time_on", "batch"))
+    elif time_on is None:
+        raise click.UsageError("--microseconds: expected --time-on cpu or --time-on cuda beside it")
     budget: dict[str, Any] = {"mean_rank": mean_rank, "reduction": reduction, "rank_max": rank_max}
     if calibration is not None:
         options.refuse("with --from", ("keep", "imported", "window", "sample", "resume"))
         options.check_files({"--from": calibration}, out=Path(out), json=json_file)
+        if microseconds is not None:
+            options.refuse("with --microseconds", ("mean_rank", "reduction"))
+            budget = {"seconds": 1e-6 * microseconds, "time_on": time_on, "batch": batch, "rank_max": rank_max}
         _from_calibration(calibration, Path(out), settings, Output(json_file), **budget)
         return
     if source is None:
@@ -184,8 +199,17 @@ def _from_calibration(path: Path, out: Path, settings: Settings, output: Output,
     """Make one file with the plans of a model from its calibration."""
     from sketchssm.calibrate.calibration import Calibration
 
-    chosen = {name: x for name, x in vars(settings).items() if name != "window"}
-    _write_plans(Calibration.load(path).plans(**budget, **chosen), out, output)
+    chosen = budget | {name: x for name, x in vars(settings).items() if name != "window"}
+    calibration = Calibration.load(path)
+    if "seconds" not in chosen:
+        _write_plans(calibration.plans(**chosen), out, output)
+        return
+    from sketchssm.study.planning import StepTimes, plans_within
+
+    times = StepTimes(chosen.pop("time_on"), chosen.pop("batch"))
+    with output.progress("timing plans", 8) as step:
+        plans = plans_within(calibration, chosen.pop("seconds"), times, progress=step, **chosen)
+    _write_plans(plans, out, output)
 
 
 def _write_plans(plans: ModelPlans, out: Path, output: Output) -> None:

@@ -99,6 +99,12 @@ backend = click.option(
     callback=check_backend,
     help="Backend of the heads.",
 )
+time_on = click.option(
+    "--time-on",
+    type=click.Choice(["cpu", "cuda"]),
+    callback=check_backend,
+    help="Measure times on this backend.  [default: count bytes]",
+)
 seed = click.option("--seed", type=int, default=0, help="Seed of random bases and inputs.")
 rank_max = click.option("--rank-max", type=COUNT, help="Largest rank of a head.  [default: 16, the most on CUDA]")
 residual_bits = click.option(

@@ -51,12 +51,7 @@ def _map(text: str) -> CoefficientMap:
     default="7,8,9,10,12,14,16",
     help="Budgets with residuals: times less state traffic.",
 )
-@click.option(
-    "--time-on",
-    type=click.Choice(["cpu", "cuda"]),
-    callback=options.check_backend,
-    help="Measure times on this backend.  [default: count bytes]",
-)
+@options.time_on
 @click.option("--batch", type=COUNT, default=32, help="Rows of a timed step.")
 @options.backend
 @options.output
