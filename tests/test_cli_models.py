@@ -298,6 +298,7 @@ TASKS = f"{EVALUATE} --length 80 --plans standard --tasks keys"
         ("calibrate --out x --resume y {}/text.npy", "--resume: has no effect without --model"),
         (f"{CALIBRATE} --rows 3 --sample 48,24", "--rows: has no effect with --sample"),
         (f"{CALIBRATE} --sample 48", "--sample: expected two numbers, for bases and for ranks, got 1"),
+        (f"{CALIBRATE} --length 24 --sample 24,96", "text: expected at least 5 rows, got 4; give more text"),
         ("calibrate --out x --import {}/text.npy --model {}", "--mean-rank: expected a mean rank with --import"),
         ("calibrate --out x --model {}", "--text: expected a text for the model to read"),
         ("calibrate --out x --model {} {}/text.npy", "--model: expected no trace files with"),

@@ -179,7 +179,7 @@ def _of_model(
         calibration = import_calibration(imported, source.load_model(), budget["rank_max"])
     else:
         with output.progress("loading the model", 1):
-            model, rows = source.load(least=2)
+            model, rows = source.load(least=2 if run["sample"] is None else source.rows)
         with output.progress("calibrating", progress_steps(len(rows))) as step:
             if keep is None:
                 _write_plans(calibrate(model, rows, progress=step, **run, **chosen), out, output)
