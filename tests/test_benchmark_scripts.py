@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 from test_traces import write_traces
 
+import sketchssm as ss
 from sketchssm.calibrate.plans import Settings
 from sketchssm.calibrate.traces import Traces
+from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import KINDS
+from sketchssm.reference.residual import residual_read
 from sketchssm.study.evaluate import Study, entries, measure
 
 ROOT = Path(__file__).parents[1]
@@ -90,3 +93,24 @@ def test_heads_lose_what_the_equations_lose():
     for label, form in want.items():
         assert have[label]["bytes"] == form["bytes"]
         assert have[label]["lost"] == pytest.approx(form["lost"], rel=1e-3), label
+
+
+def test_forms_of_residuals(monkeypatch):
+    """The stored form is the reference's, and codes without a low-rank part err more at equal bytes."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    forms, traces = script("residual_forms"), Traces.shipped("gdn")
+    monkeypatch.setattr(forms, "STORED", [(1, 1), (4, 2), (8, 3)])
+    monkeypatch.setattr(forms, "EVERY", 6)
+    found = forms.layer_table(traces)
+    moments = ss.Moments(traces.layer, window=16)
+    moments.update(*traces.calib)
+    basis = ss.fit_basis(moments, rank_max=4)
+    states = forms.collect_windows(traces.layer, forms.whole_windows(traces.test))[0][::6]
+    want = forms.state_error(
+        states,
+        lambda head, own: residual_read(SketchFormat.of("int8"), forms.SUBSPACE, own, basis.omega[head], bits=2),
+    )
+    assert found["rank 4 + 2 bits"]["state"] == pytest.approx(want)
+    ratios = forms.ratios({"gdn": found}, "state")
+    assert ratios["rank 4 + 2 bits"] == [1, 1]
+    assert ratios["no low-rank part"][0] > 1.5
