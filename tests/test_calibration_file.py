@@ -1,5 +1,8 @@
 """Calibrations: plans of any budget from one file."""
 
+import copy
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from samples import parts_of, refused, tokens_of
@@ -84,6 +87,41 @@ def test_a_file_gives_the_same_plans(calibration, tmp_path):
         same(loaded.plans(**how), calibration.plans(**how))
     loaded.save(tmp_path / "again.safetensors")
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "c.safetensors").read_bytes()
+
+
+def share_of(whole, names, heads=slice(None), **changed):
+    """A process's part: some layers, and of their heads a share."""
+    layers, identities = {}, {}
+    for name in names:
+        own, basis = whole.layers[name], whole.layers[name].basis
+        groups = basis.layer.heads // basis.layer.key_heads
+        count = len(range(basis.layer.heads)[heads])
+        layer = replace(basis.layer, heads=count, key_heads=count // groups)
+        scores = {}
+        for kind in ("ranks", "joint", "answers"):
+            scores[kind] = copy.copy(getattr(own, kind))
+            vars(scores[kind]).update(layer=layer, **changed)
+            for each in scores[kind].sums:
+                setattr(scores[kind], each, getattr(scores[kind], each)[heads])
+        layers[name] = LayerCalibration(StoredBasis(layer, basis.window, basis.omega[heads]), **scores)
+        identities[name] = MODEL.layers[name]._replace(layer=layer)
+    return ss.Calibration(layers, ModelFingerprint("Model", identities), whole.tokens)
+
+
+def test_shares_of_processes(calibration):
+    """Two have shares of the heads of one layer, a third has the other layer."""
+    first, second = (share_of(calibration, ["layers.0"], own) for own in (np.s_[:2], np.s_[2:]))
+    parts = [first, second, share_of(calibration, ["layers.2"])]
+    join = ss.distributed.join_shards
+    for budget in ({"mean_rank": 3}, {"reduction": 3}):
+        same(join(parts).plans(**budget), calibration.plans(**budget))
+    refused("parts: expected at least one Calibration, got none", join, [])
+    refused(r"parts\[1\]: expected a calibration with a model's fing", join, [first, ss.Calibration(second.layers)])
+    other = share_of(calibration, ["layers.0"], np.s_[2:], weighting="error")
+    refused("parts: expected shares of layers.0 with .*'gradient'.*, got .*'error'", join, [first, other])
+    for wrong, message in ((5, "parts: expected a sequence of Calibrations"), ([5], r"parts\[0\]: expected a Calib")):
+        with pytest.raises(TypeError, match=message):
+            join(wrong)
 
 
 def test_without_a_model(calibration, made):

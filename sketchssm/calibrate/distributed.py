@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from sketchssm.calibrate.calibration import SCORES, SETTINGS, Calibration, LayerCalibration, scores_of_sums
+from sketchssm.layer.checks import check_items
+from sketchssm.layer.recurrence import check_instance
 from sketchssm.plans.model_plans import ModelFingerprint
 
 __all__ = ["join_shards"]
@@ -27,11 +29,26 @@ def join_shards(parts: Sequence[Calibration]) -> Calibration:
     -------
     Calibration
         Calibration of all layers with all heads.
+
+    Raises
+    ------
+    ValueError
+        If there are no parts, one has no fingerprint, or shares of a layer differ in more than their heads.
     """
+    parts = check_items("parts", parts, "Calibrations")
+    if not parts:
+        raise ValueError("parts: expected at least one Calibration, got none")
+    for index, part in enumerate(parts):
+        check_instance(f"parts[{index}]", part, Calibration)
+        if part.fingerprint is None:
+            raise ValueError(f"parts[{index}]: expected a calibration with a model's fingerprint, got one without")
     layers, identities, fingerprint = {}, {}, None
     for name in dict.fromkeys(name for part in parts for name in part.layers):
         shares = [part for part in parts if name in part.layers]
         own = [part.layers[name] for part in shares]
+        for other in own[1:]:
+            if (got := _common(other)) != (want := _common(own[0])):
+                raise ValueError(f"parts: expected shares of {name} with {want}, got {got}")
         shapes = [each.basis.layer for each in own]
         heads, keys = (sum(getattr(shape, size) for shape in shapes) for size in ("heads", "key_heads"))
         layer = replace(shapes[0], heads=heads, key_heads=keys)
@@ -48,3 +65,15 @@ def join_shards(parts: Sequence[Calibration]) -> Calibration:
         identities[name] = fingerprint.layers[name]._replace(layer=layer)
     assert fingerprint is not None
     return Calibration(layers, ModelFingerprint(fingerprint.model, identities), parts[0].tokens)
+
+
+def _common(own: LayerCalibration) -> dict[str, Any]:
+    """What all shares of a layer have in common."""
+    basis = own.basis
+    facts = {"kind": basis.layer.kind, "K and columns": basis.omega.shape[1:], "V": basis.layer.value_dim}
+    scores = {
+        kind: tuple(getattr(made, name) for name in SETTINGS[kind])
+        for kind in SCORES
+        if (made := getattr(own, kind)) is not None
+    }
+    return {**facts, "window": basis.window, "scores": scores}
