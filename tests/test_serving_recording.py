@@ -49,9 +49,9 @@ def simulate(moving, seed):
             begun = [(rows[i], computed[i]) for i in range(ROWS)]
             followed.begin(after[:ROWS], torch.from_numpy(computed[:ROWS]))
             before = after
-        followed.step(before, after, torch.from_numpy(computed), torch.from_numpy(single))
+        followed.step(before, after, torch.from_numpy(np.where(single, computed, -1)))
         x = torch.tensor([[name, requests[name][0]] for name in rows])
-        tape.index_copy_(0, followed.places, x.index_select(0, followed.sources))
+        followed.write([tape], [x])
         for name, alone in zip(rows, single, strict=True):
             requests[name][0] += 1 if alone else int(rng.integers(1, 50))
             if rng.random() < 0.02 and name != begun[0][0]:
@@ -177,10 +177,10 @@ def test_a_share_of_the_time(rng, tmp_path, monkeypatch):
         assert made.choose("other", np.zeros(0), np.zeros(0), 0) is choice
         assert choice.begin is None or (len(choice.begin) == ROWS and not any(choice.begin % 2))
         with made.working():
-            now += 0.4 * (len(choice.chunks) + choice.end)
+            now += 0.4 * (len(choice.chunks) + (choice.end is not None))
         assert set(choice.chunks) <= {Chunk(300, recording.CHUNK, False), Chunk(301, 20, True)}
-        chunks, follows = chunks + len(choice.chunks), follows + choice.end
-        followed += choice.follow
+        chunks, follows = chunks + len(choice.chunks), follows + (choice.end is not None)
+        followed += choice.lead == "g"
     spent, served = 0.4 * (chunks + follows), 400 + 0.4 * (chunks + follows)
     assert 0.09 < spent / served < 0.11
     assert 0 <= followed - STEPS * follows < STEPS

@@ -204,6 +204,43 @@ def test_layers_record_a_calibration(fixture, tmp_path, kind, mode):
         assert np.abs(own - want).max() < 5e-3 * want.max()  # numbers at the edge of two codes get either one
 
 
+@pytest.mark.parametrize("updated", (False, True))
+def test_groups_follow_the_same_rows(fixture, tmp_path, monkeypatch, updated):
+    """The first group's blocks tell the rows of all. Steps without such rows write nothing, but captured ones do."""
+    groups = [fixture("mamba2", "standard") for _ in range(2)]
+    recording = Recording(str(tmp_path / "x"), "Model", 8, 10**6, 1.0, str)
+    for name, group in zip("ab", groups, strict=True):
+        group.module.record = recording.layer(name, "Mixer", group.module.layer, group.module.gate)
+        group.module._allocate(torch.device("cpu"))
+    requests = [[group.inputs(40 + STEPS) for _ in range(2)] for group in groups]
+    metas = []
+
+    def update(common_prefix_len, batch, *others):
+        return groups[1].builder.update_block_table(metas[-1], batch.block_table_tensor, batch.slot_mapping)
+
+    if updated:
+        monkeypatch.setattr(groups[1].builder, "build", update)
+    for step in range(STEPS + 2):
+        for group, own, blocks in zip(groups, requests, ((3, 5), (5, 3)), strict=True):
+            span = (15 + step, 1) if step else (0, 16)
+            rows = [(own[i], blocks[i], *span, 16) for i in (0, 1)]
+            metas.append(group.step(rows[:: 1 if step % 3 else -1])[0])
+            assert metas[-1].followed == (step > 0)
+    for group, own in zip(groups, requests, strict=True):
+        moments = Moments(group.module.layer, window=8)
+        for given in own:
+            parts = selfcheck.tokens_of(group.module, given)[:5]
+            moments.update(*(x if x is None else x[None, : 16 + STEPS] for x in parts))
+        found = group.module.record.sums["moments"]
+        assert group.module.record.tokens == 2 * (16 + STEPS)
+        assert np.allclose(found.query_gram, moments.query_gram, rtol=1e-4, atol=1e-4)
+    taken = recording._taken.copy()
+    metas.append(groups[0].builder.build_for_cudagraph_capture(batch_of([1, 1], [30, 30], [0, 0], [False, False])))
+    assert metas[-1].followed
+    assert groups[1].builder.update_block_table(metas[-1], torch.zeros(2, 1).int(), torch.zeros(2).long()).followed
+    assert (recording._taken == taken).all()
+
+
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("drafts", (0, DRAFTS))
 def test_a_version_that_was_not_tested(fixture, monkeypatch, kind, drafts):

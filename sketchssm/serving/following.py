@@ -7,6 +7,8 @@ a row is of.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 ROWS, STEPS = 4, 64
@@ -14,45 +16,51 @@ ROWS, STEPS = 4, 64
 
 
 class Followed:
-    """Rows of one group of layers that are followed while they decode; all arrays are on the device.
+    """Rows that are followed while they decode, of all layers; all arrays are on the device.
 
-    `sources (ROWS,)` are rows of the batch, and `places (ROWS,)` their tokens' places on the tape; the last place of a
-    tape is for rows that are not there.
+    `sources (ROWS,)` are rows of the batch, and `places (ROWS,)` their tokens' places on the tapes; the last place of
+    a tape is for rows that are not there.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.sources, self._blocks, self._starts, self._counts = (
-            torch.zeros(ROWS, dtype=torch.int64, device=device) for _ in range(4)
-        )
-        self._lanes = torch.arange(ROWS, device=device)
-        self.places = torch.full_like(self.sources, ROWS * STEPS)
+        self._first = torch.arange(0, ROWS * STEPS, STEPS, device=device)
+        self._blocks = torch.full((ROWS,), -1, dtype=torch.int32, device=device)
+        self._next = torch.zeros(2, ROWS, dtype=torch.int64, device=device)  # tokens before the next one, its place
+        self._nowhere = torch.tensor(ROWS * STEPS, device=device)
+        self.sources, self.places = torch.zeros_like(self._first), torch.full_like(self._first, ROWS * STEPS)
 
     def begin(self, blocks: torch.Tensor, computed: torch.Tensor) -> None:
-        """Follow rows with `computed` tokens, whose states are in some blocks."""
-        for mine, given, rest in ((self._blocks, blocks, -1), (self._starts, computed, 0)):
-            mine.fill_(rest)
-            mine[: len(given)] = given.to(mine)
-        self._counts.zero_()
+        """Follow rows with `computed` tokens, whose states are in some blocks of one group of layers."""
+        self._blocks.fill_(-1)
+        self._blocks[: len(blocks)] = blocks.to(self._blocks)
+        self._next[0, : len(blocks)] = computed.to(self._next)
+        self._next[1] = self._first
 
-    def step(self, before: torch.Tensor, after: torch.Tensor, computed: torch.Tensor, single: torch.Tensor) -> None:
-        """Find the rows in a batch by the block of each row's state before and after the step.
+    def step(self, before: torch.Tensor, after: torch.Tensor, computed: torch.Tensor) -> None:
+        """Find the rows in a batch by the block of each row's state before and after the step, in the same group.
 
-        `computed (rows,)` are tokens before the step, and `single` tells rows of one token that decode. If a row has
-        another number of tokens behind a state in the block, or another row's state goes there, the request has ended.
+        `computed (rows,)` are tokens before the step, -1 for rows that do not decode one token. If a row has another
+        number of tokens behind a state in the block, or another row's state goes there, the request has ended.
         """
-        before, after = before.to(self._blocks), after.to(self._blocks)
-        there = before == self._blocks[:, None]
-        row = there.to(torch.uint8).argmax(1)
-        next = there.any(1) & single[row] & (computed[row] == self._starts + self._counts)
-        taken = (there | (after == self._blocks[:, None])).any(1)
-        self._blocks.copy_(torch.where(next, after[row], self._blocks.masked_fill(taken, -1)))
-        self.sources.copy_(row.masked_fill(~next, 0))
-        self.places.copy_(torch.where(next, self._lanes * STEPS + self._counts, ROWS * STEPS))
-        self._counts += next
+        blocks, after = self._blocks[:, None], after.to(self._blocks)
+        there = before == blocks
+        found, row = (there & (computed == self._next[0][:, None])).max(1)
+        self._blocks.masked_fill_((there | (after == blocks)).any(1), -1)
+        torch.where(found, after[row], self._blocks, out=self._blocks)
+        torch.mul(row, found, out=self.sources)
+        torch.where(found, self._next[1], self._nowhere, out=self.places)
+        self._next += found
+
+    def write(self, tape: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor | None]) -> None:
+        """Copy the rows' tokens ``(tokens, ...)`` to a layer's tape."""
+        for to, x in zip(tape, tokens, strict=False):
+            if x is not None:
+                to.index_copy_(0, self.places, x.index_select(0, self.sources).to(to.dtype))
 
     def end(self) -> list[int]:
         """Follow none from now on; tokens of each row that were followed."""
         self._blocks.fill_(-1)
         self.sources.zero_()
         self.places.fill_(ROWS * STEPS)
-        return self._counts.tolist()
+        counts: list[int] = (self._next[1] - self._first).tolist()
+        return counts

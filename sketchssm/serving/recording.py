@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -77,9 +78,11 @@ class Choice:
 
     chunks: tuple[Chunk, ...] = ()
     begin: npt.NDArray[Any] | None = None  # decoding rows that are followed from this step on
-    follow: bool = False  # whether rows are followed
-    end: bool = False  # whether the rows followed before this step are added
-    drop: bool = False  # whether they are left out
+    lead: Any = None  # the group whose blocks tell which rows are followed; None if none are
+    end: list[int] | None = None  # tokens of the rows followed before this step, if these are added
+
+
+NOTHING = Choice()
 
 
 class LayerRecord:
@@ -111,16 +114,16 @@ class LayerRecord:
             for name, shape in shapes.items()
         ]
         self._states = torch.zeros(ROWS, *self.layer.state_shape, device=device)
+        self.recording.device = device
+        self.write([x[:1] for x in self._tape])  # makes what it needs before graphs are captured
         zeros = [torch.zeros(1, CHUNK, *shape, device=device) for shape in shapes.values()]
         basis = SketchBasis.random(self.layer, columns_of(self.layer), window=self.recording.window)
         for sums in (Moments(self.layer, window=basis.window), JointScores(basis)):
             sums.update(*zeros)
 
-    def write(self, tokens: Sequence[torch.Tensor | None], followed: Followed) -> None:
+    def write(self, tokens: Sequence[torch.Tensor | None]) -> None:
         """Copy the tokens ``(tokens, ...)`` of followed rows to the tape."""
-        for tape, x in zip(self._tape, tokens, strict=False):
-            if x is not None:
-                tape.index_copy_(0, followed.places, x.index_select(0, followed.sources).to(tape.dtype))
+        self.recording.followed.write(self._tape, tokens)
 
     def begin(self, states: torch.Tensor) -> None:
         """Take the states ``(rows, heads, V, K)`` of rows that are followed from now on."""
@@ -212,16 +215,22 @@ class Recording:
         self._pool = ThreadPoolExecutor(1, "sketchssm")
         self._random = np.random.default_rng(0)
         self._asked: set[Any] = set()
-        self._choice = Choice()
+        self._choice = NOTHING
         self._last, self._credit = perf_counter(), 0.0
         self._served, self._taken = np.zeros(2), np.zeros(2)  # tokens that decode, tokens of prefills
-        self._steps = -1  # since rows are followed; -1 for none
+        self._steps, self._lead = -1, None  # since rows are followed, -1 for none; the group that follows them
+        self.device = torch.device("cpu")
         self._part(rank).unlink(missing_ok=True)
 
     def layer(self, name: str, module: str, layer: Layer, gate: Callable[[], GateInput | None]) -> LayerRecord:
         """Sums of one more layer, of a class `module`."""
         self._layers[name] = LayerRecord(self, name, module, layer, gate)
         return self._layers[name]
+
+    @cached_property
+    def followed(self) -> Followed:
+        """The followed rows, on `device`."""
+        return Followed(self.device)
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -247,39 +256,47 @@ class Recording:
         if group in self._asked:
             self._asked.clear()
         if not self._asked:
-            self._choice = self._chosen(lengths, computed, decodes)
+            self._choice = self._chosen(group, lengths, computed, decodes)
         self._asked.add(group)
         return self._choice
 
-    def _chosen(self, lengths: npt.NDArray[Any], computed: npt.NDArray[Any], decodes: int) -> Choice:
+    def _chosen(self, group: Any, lengths: npt.NDArray[Any], computed: npt.NDArray[Any], decodes: int) -> Choice:
         now = perf_counter()
         self._credit += self._share * min(now - self._last, IDLE)
         self._last = now
         if not self._collecting(now):
-            dropped, self._steps = self._steps >= 0, -1
-            return Choice(drop=dropped)
-        self._served += lengths[:decodes].sum(), lengths[decodes:].sum()
-        end = self._steps == STEPS
-        if end:
-            self._steps = -1
+            if self._steps >= 0:
+                self._end()
+            return NOTHING
+        self._served[0] += lengths[:decodes].sum()
+        self._served[1] += lengths[decodes:].sum()
+        end = self._end() if self._steps == STEPS else None
         every = self._share >= 1
         chunks: tuple[Chunk, ...] = ()
         begin = None
         if every or self._credit > 0:
             decoding = self._taken[0] * self._served[1] <= self._taken[1] * self._served[0]
-            rows = np.flatnonzero((lengths[:decodes] == 1) & (computed[:decodes] >= self.window))
-            if (every or decoding) and rows.size and self._steps < 0:
-                begin = rows[:ROWS] if every else self._random.permutation(rows)[:ROWS]
-                self._steps = 0
-                self._taken[0] += len(begin) * STEPS
-            behind = decodes + np.flatnonzero(lengths[decodes:])
+            if (every or decoding) and self._steps < 0:
+                rows = np.flatnonzero((lengths[:decodes] == 1) & (computed[:decodes] >= self.window))
+                if rows.size:
+                    begin = rows[:ROWS] if every else self._random.permutation(rows)[:ROWS]
+                    self._steps, self._lead = 0, group
+                    self._taken[0] += len(begin) * STEPS
             if every or not decoding:
+                behind = decodes + np.flatnonzero(lengths[decodes:])
                 picked = behind if every else self._random.permutation(behind)[:1]
                 chunks = tuple(Chunk(int(i), min(int(lengths[i]), CHUNK), bool(computed[i])) for i in picked)
                 self._taken[1] += sum(chunk.tokens for chunk in chunks)
         if self._steps >= 0:
             self._steps += 1
-        return Choice(chunks, begin, self._steps > 0, end)
+        elif not chunks and end is None:
+            return NOTHING
+        return Choice(chunks, begin, self._lead, end)
+
+    def _end(self) -> list[int]:
+        """Follow no rows from now on; tokens of each row that were followed."""
+        self._steps, self._lead = -1, None
+        return self.followed.end()
 
     def _collecting(self, now: float) -> bool:
         """Whether tokens are added at this step; goes on to the next stage when there are enough."""

@@ -265,9 +265,10 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
 
     def _advance(self, tokens: tuple[Any, ...], batch: BatchMetadata, out: Any) -> None:
         """Decode tokens ``q, k, v, g, beta``; outputs go to `out (tokens, heads, V)`."""
-        if batch.followed is not None:
+        if batch.followed:
             assert self.record is not None
-            self.record.write(tokens, batch.followed)
+            with self.record.recording.working():
+                self.record.write(tokens)
         self.decoder.decode(*tokens, batch.decode, out)
 
     @abstractmethod

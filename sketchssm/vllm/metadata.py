@@ -25,7 +25,7 @@ from sketchssm.serving.batches import (
     split_rows,
 )
 from sketchssm.serving.errors import ErrorLog
-from sketchssm.serving.following import Followed
+from sketchssm.serving.recording import NOTHING, Choice
 from sketchssm.vllm import gauges, selfcheck
 from sketchssm.vllm.registry import tested
 
@@ -44,8 +44,9 @@ class BatchMetadata:
     inner: Any = None  # vLLM's own metadata of these rows
     seq_lens: Any = None  # tokens of each row's request after this step, on the device
     counts: Any = None  # tokens of each row, and of its request before this step, on the host
-    followed: Followed | None = None  # rows that are followed while they decode, if a calibration is recorded
+    followed: bool = False  # whether layers copy the tokens of followed rows, as all captured steps do
     chunks: Any = ()  # prefilled rows that are recorded: their tokens, their slots, and whether they go on
+    choice: Choice | None = None  # what is recorded; None for a batch that is no requests'
 
 
 class HeadRows:
@@ -63,7 +64,7 @@ class HeadRows:
         most = vllm_config.scheduler_config.max_num_seqs
         captured = vllm_config.compilation_config.max_cudagraph_capture_size
         self._checked = tested(vllm.__version__)
-        self._followed, self._recording = Followed(device), True
+        self._recording = True
         self._buffers = RowBuffers(max(most, captured or 0), self._drafts, device)
         self._known = KnownTokens()
         self._errors = ErrorLog(logger.info, gauges.show)
@@ -120,7 +121,7 @@ class HeadRows:
             prefill = PrefillRows.behind(split, slots, accepted, blocks_passed(inner))
         begins = batch.query_start_loc[: n + 1] if self._drafts else None
         counts = lengths, computed
-        recorded = self._record(split, counts, slots, batch.block_table_tensor)
+        recorded = self._record(self._choose(split, counts), split, counts, slots, batch.block_table_tensor)
         return BatchMetadata(split, moved, decode, begins, prefill, inner, batch.seq_lens, counts, *recorded)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> BatchMetadata:
@@ -148,7 +149,7 @@ class HeadRows:
             )
             prefill = PrefillRows.behind(split, slots, passed=blocks_passed(inner))
         counts = metadata.counts
-        recorded = self._record(split, counts, slots, blk_table)
+        recorded = self._record(metadata.choice, split, counts, slots, blk_table)
         return BatchMetadata(split, metadata.moved, decode, None, prefill, inner, metadata.seq_lens, counts, *recorded)
 
     @contextmanager
@@ -160,40 +161,52 @@ class HeadRows:
         finally:
             self._recording = True
 
-    def _record(self, split: Split, counts: Any, slots: Any, table: Any) -> tuple[Followed | None, Any]:
-        """Let a calibration choose what is recorded of the batch."""
-        layers = self._layers()
-        record = layers[0].record if layers else None
-        if record is None:
-            return None, ()
-        if not self._recording:
-            return self._followed, ()
+    def _choose(self, split: Split, counts: Any) -> Choice | None:
+        """Let a calibration choose what is recorded of the batch; None if it is no requests'."""
+        record = self._layer_record()
+        if record is None or not self._recording:
+            return None
+        with record.recording.working():
+            return record.recording.choose(self, *counts, split.decodes)
+
+    def _record(
+        self, choice: Choice | None, split: Split, counts: Any, slots: Any, table: Any
+    ) -> tuple[bool, Any, Choice | None]:
+        """Begin and end what is chosen; the last fields of `BatchMetadata`."""
+        record = None if choice is NOTHING else self._layer_record()
+        if record is None or choice is None:
+            return record is not None, (), choice
         lengths, computed = counts
         with record.recording.working():
-            choice = record.recording.choose(self, lengths, computed, split.decodes)
-            if choice.end or choice.drop:
-                found = self._followed.end()
-                for layer in layers if choice.end else ():
-                    layer.record.end(found)
+            for layer in self._layers() if choice.end is not None else ():
+                layer.record.end(choice.end)
             if choice.begin is not None:
-                rows = on_device(choice.begin, slots)
-                self._followed.begin(slots[rows], on_device(computed[choice.begin], slots))
-                for layer in layers:
-                    layer.record.begin(layer.kv_cache[-1][slots[rows]])
-            if choice.follow:
+                blocks = slots[on_device(choice.begin, slots)]
+                if choice.lead is self:
+                    record.recording.followed.begin(blocks, on_device(computed[choice.begin], slots))
+                for layer in self._layers():
+                    layer.record.begin(layer.kv_cache[-1][blocks])
+            if choice.lead is self:
                 single = np.arange(len(lengths)) < split.decodes * (lengths == 1)
-                own, single = (on_device(x, slots) for x in (computed, single))
+                places = np.maximum(computed - 1, 0) // self.kv_cache_spec.block_size
+                own, last = on_device(np.stack([np.where(single, computed, -1), places]).astype(np.int64), slots)
                 before = slots
-                if self._mode == "align":
-                    places = (own.long() - 1).clamp(min=0) // self.kv_cache_spec.block_size
-                    before = table.gather(1, places[:, None])[:, 0]
-                # a state that begins to be followed is in its block of this step
-                self._followed.step(slots if choice.begin is not None else before, slots, own, single)
+                if self._mode == "align" and choice.begin is None:  # a state that begins is in its block of this step
+                    before = table.gather(1, last[:, None])[:, 0]
+                record.recording.followed.step(before, slots, own)
+        if not choice.chunks:
+            return choice.lead is not None, (), choice
         starts = np.cumsum(lengths) - lengths
-        return self._followed, [
+        chunks = [
             (slice(starts[row], starts[row] + tokens), slots[row : row + 1].long(), begun)
             for row, tokens, begun in choice.chunks
         ]
+        return choice.lead is not None, chunks, choice
+
+    def _layer_record(self) -> Any:
+        """Sums of the group's first layer, while a calibration is recorded."""
+        layers = self._layers()
+        return layers[0].record if layers else None
 
     def _report(self, slots: Any, lengths: Any) -> None:
         """Log now and then what heads have measured in the requests of the rows that have tokens."""
