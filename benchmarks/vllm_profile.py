@@ -6,7 +6,7 @@ import time
 KINDS = {
     "state": r"selective_scan_update|selective_state_update|fused_recurrent|fused_sigmoid_gating|read_step|flush_step"
     r"|standard_step|standard_draft|read_draft|set_slots|\bcommit",
-    "inputs": r"\bmamba_inputs|\badd_skip|\bnormalised|\bdelta_inputs|kda_gate|gdn_gating|post_conv",
+    "inputs": r"\bmamba_inputs|\badd_skip|\bnormalised|\bdelta_inputs|\bwrite_tape|kda_gate|gdn_gating|post_conv",
     "convolution": r"causal_conv1d",
     "MoE": r"moe|topk|expert|grouped_gemm",
     "attention": r"flash|fmha|mla|attn|attention|reshape_and_cache|concat_and_cache",

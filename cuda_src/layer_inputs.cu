@@ -158,3 +158,23 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     g[item] = -expf(widen<RATE>(rate_log[head])) * step;
     beta[item] = 1.f / (1.f + expf(-widen<RAW>(b[row * b_stride + head])));
 }
+
+// Copies rows `sources` of a batch's tokens to `places` of a tape, g and beta in float32; not those of place `nowhere`.
+// A thread takes one of the `keys`, `keys`, HEADS * V, `gates` and `betas` elements of a row.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    write_tape(int rows, int keys, int gates, int betas, const i64* sources, const i64* places, i64 nowhere,
+               const act_t* q, i64 q_stride, act_t* q_tape, const act_t* k, i64 k_stride, act_t* k_tape,
+               const act_t* v, i64 v_stride, act_t* v_tape, const raw_t* g, i64 g_stride, float* g_tape,
+               const rate_t* beta, i64 beta_stride, float* beta_tape) {
+    constexpr int VALUES = HEADS * V;
+    const int item = blockIdx.x * THREADS + threadIdx.x, width = 2 * keys + VALUES + gates + betas;
+    const int row = item / width;
+    if (row >= rows || places[row] == nowhere) return;
+    const i64 from = sources[row], to = places[row];
+    int i = item % width;
+    if (i < keys) q_tape[to * keys + i] = q[from * q_stride + i];
+    else if ((i -= keys) < keys) k_tape[to * keys + i] = k[from * k_stride + i];
+    else if ((i -= keys) < VALUES) v_tape[to * VALUES + i] = v[from * v_stride + i];
+    else if ((i -= VALUES) < gates) g_tape[to * gates + i] = widen<RAW>(g[from * g_stride + i]);
+    else beta_tape[to * betas + i - gates] = widen<RATE>(beta[from * beta_stride + i - gates]);
+}

@@ -82,6 +82,21 @@ class TestLayerInputs:
         close(g, -np.exp(rates) * np.logaddexp(0, raw + biases), "float32")
         close(beta, 1 / (1 + np.exp(-write)), "float32")
 
+    @pytest.mark.parametrize("betas", [False, True])
+    def test_tape(self, kernels, kind, gap, heads, dim, rng, betas):
+        """Rows go to their places, and no place else is written."""
+        shapes = [(2, 24), (2, 24), (heads, dim), (heads, 3), *([(heads,)] if betas else [])]
+        tokens = [wide(rng, "float32" if i == 4 else kind, gap, *shape) for i, shape in enumerate(shapes)]
+        kinds = (TYPES[kind] if i < 3 else np.float32 for i in range(5))
+        tape = [standin.zeros((5, *shape), each) for each, shape in zip(kinds, shapes, strict=False)]
+        index = [standin.asarray(np.array(x)) for x in ([2, 0, 1], [3, 4, 0])]
+        arrays = [number for x, to in zip(tokens, tape, strict=True) for number in (*strided(x), to.data.ptr)]
+        arrays += [0] * (15 - len(arrays))
+        kernels.write_tape(3, 48, 3 * heads, betas * heads, *(x.data.ptr for x in index), 4, *arrays)
+        for x, to in zip(float64(*tokens), float64(*tape), strict=True):
+            assert np.array_equal(to[[3, 0]], x[[2, 1]])
+            assert not to[[1, 2, 4]].any()
+
 
 def test_no_rows():
     """Nothing is launched."""

@@ -1,4 +1,4 @@
-"""Kernels between a model's layer and a head: gates, values, norms and the skip connection, one launch for each."""
+"""Kernels between a model's layer and a head: gates, values, norms, the skip connection and tapes, one launch each."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LayerInputs:
         most = ACCESS // (4 if types[0] == "float32" else 2)
         piece = math.gcd(dim, most)
         self._pieces = heads * dim // piece
-        self._heads = heads
+        self._heads, self._values = heads, heads * dim
         scale = (np.float32(dim**-0.5),)
 
         def kernel(name: str, varying: str, last: tuple[Any, ...] = ()) -> Launcher:
@@ -43,6 +43,7 @@ class LayerInputs:
 
         self._mamba, self._skip = kernel("mamba_inputs", "QqQqQQQQ"), kernel("add_skip", "QqQqQ")
         self._normalised, self._delta = kernel("normalised", "QqQqQQ", scale), kernel("delta_inputs", "QqQqQQQQ")
+        self._tape = kernel("write_tape", "iiiQQq" + "QqQ" * 5)
 
     def mamba_inputs(self, rows: int, *arguments: int) -> None:
         """Compute values and log-decays of mamba2: x, x_stride, dt, dt_stride, rate, bias, v, g."""
@@ -59,6 +60,16 @@ class LayerInputs:
     def delta_inputs(self, rows: int, *arguments: int) -> None:
         """Compute gates of gdn: a, a_stride, b, b_stride, rate_log, bias, g, beta."""
         self._launch(self._delta, rows, self._heads, arguments)
+
+    def write_tape(self, rows: int, keys: int, gates: int, betas: int, *arguments: int) -> None:
+        """Copy followed rows to a tape.
+
+        `keys`, `gates` and `betas` are elements of a row of k, g and beta, whose types are those of activations, of raw
+        gates and of rates. Arguments are the rows' sources and places, the place of rows that are not there, and for
+        each of q, k, v, g and beta its address, stride and tape.
+        """
+        width = 2 * keys + self._values + gates + betas
+        self._launch(self._tape, rows, width, (keys, gates, betas, *arguments))
 
     def _launch(self, launch: Launcher, rows: int, threads_of_row: int, arguments: tuple[int, ...]) -> None:
         if rows:
