@@ -64,9 +64,9 @@ class LayerInputs:
     def write_tape(self, rows: int, keys: int, gates: int, betas: int, *arguments: int) -> None:
         """Copy followed rows to a tape.
 
-        `keys`, `gates` and `betas` are elements of a row of k, g and beta, whose types are those of activations, of raw
-        gates and of rates. Arguments are the rows' sources and places, the place of rows that are not there, and for
-        each of q, k, v, g and beta its address, stride and tape.
+        `keys`, `gates` and `betas` are elements of a row of k, g and beta, whose types are those of activations, of
+        raw gates and of rates. Arguments are the rows' sources and places, the place of rows that are not there, and
+        for each of q, k, v, g and beta its address, stride and tape.
         """
         width = 2 * keys + self._values + gates + betas
         self._launch(self._tape, rows, width, (keys, gates, betas, *arguments))

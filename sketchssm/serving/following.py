@@ -52,7 +52,12 @@ class Followed:
         self._next += found
 
     def write(self, tape: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor | None]) -> None:
-        """Copy the rows' tokens ``(tokens, ...)`` to a layer's tape."""
+        """Copy the rows' tokens ``(tokens, ...)`` to a layer's tape; on a GPU, in one launch."""
+        if self.places.is_cuda:
+            from sketchssm.serving import kernels
+
+            kernels.write_tape(tape, tokens, self.sources, self.places)
+            return
         for to, x in zip(tape, tokens, strict=False):
             if x is not None:
                 to.index_copy_(0, self.places, x.index_select(0, self.sources).to(to.dtype))

@@ -1,4 +1,4 @@
-"""The functions of `sketchssm.serving.inputs` on a GPU, one launch for each.
+"""The functions of `sketchssm.serving.inputs` and `Followed.write` on a GPU, one launch for each.
 
 Arrays may have any distance from row to row; each row is contiguous.
 """
@@ -6,6 +6,7 @@ Arrays may have any distance from row to row; each row is contiguous.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -83,3 +84,24 @@ def delta_inputs(
         addresses = (y.data_ptr() for y in (rate_log, bias, g, beta))
         kernels.delta_inputs(rows, *_row_address(a), *_row_address(b), *addresses)
     return g, beta
+
+
+def write_tape(
+    tape: Sequence[torch.Tensor],
+    tokens: Sequence[torch.Tensor | None],
+    sources: torch.Tensor,
+    places: torch.Tensor,
+) -> None:
+    """See `sketchssm.serving.following.Followed.write`. The last place is not written."""
+    given = [x for x in tokens if x is not None]
+    q, _, v, g = given[:4]
+    if any(x.dtype != tape[0].dtype for x in given[:3]):
+        raise ValueError(f"expected q, k and v of the tape's type {tape[0].dtype}, got {[x.dtype for x in given[:3]]}")
+    arrays = [number for x, to in zip(given, tape, strict=True) for number in (*_row_address(x), to.data_ptr())]
+    arrays += [0] * (15 - len(arrays))
+    keys, gates, betas = q.shape[1:].numel(), g.shape[1:].numel(), v.shape[1] * (len(given) - 4)
+    kernels, stream = _of(*v.shape[1:], q, g, given[-1], g)
+    with stream:
+        kernels.write_tape(
+            len(sources), keys, gates, betas, sources.data_ptr(), places.data_ptr(), len(tape[0]) - 1, *arrays
+        )
