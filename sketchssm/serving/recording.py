@@ -116,7 +116,7 @@ class LayerRecord:
         self._states = torch.zeros(ROWS, *self.layer.state_shape, device=device)
         self.recording.device = device
         # What a copy needs is there before graphs are captured: kernels for log-decays and for raw gates.
-        for kind in {torch.float32, dtype} if self.layer.kind == "kda" else {torch.float32}:
+        for kind in {torch.float32, dtype} if self.layer.channel_decays else {torch.float32}:
             self.write([x[:1].to(kind) if name == "g" else x[:1] for name, x in zip(shapes, self._tape, strict=True)])
         zeros = [torch.zeros(1, CHUNK, *shape, device=device) for shape in shapes.values()]
         basis = SketchBasis.random(self.layer, columns_of(self.layer), window=self.recording.window)
