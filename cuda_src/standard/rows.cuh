@@ -10,12 +10,17 @@ static_assert(ROW_SETS <= ROW_LANES, "a lane's output for each set");
 
 DEVICE int channel(int chunk) { return 4 * (threadIdx.x % ROW_LANES + ROW_LANES * chunk); }
 
+// Number of a warp among all: 32 bits where the compiler, with 64, would load q, k and v after the first decays.
+template <bool SHORT> struct WarpNumber { typedef i64 type; };
+template <> struct WarpNumber<true> { typedef u32 type; };
+constexpr bool SHORT_NUMBERS = CHANNEL_DECAYS && (HEADS & (HEADS - 1));
+
 // The warp's value rows, from `value` on, of one head of a row of the batch.
 struct WarpRows {
     int value, head, row;
 
     DEVICE WarpRows() {
-        const i64 task = static_cast<i64>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+        const WarpNumber<SHORT_NUMBERS>::type first = blockIdx.x, task = first * (blockDim.x / 32) + threadIdx.x / 32;
         value = task % (V / ROWS) * ROWS, head = task / (V / ROWS) % HEADS;
         row = static_cast<int>(task / (V / ROWS * HEADS));
     }
