@@ -160,8 +160,12 @@ class TestBackends:
     )
     def test_unsupported(self, layer, window, pivots, message, rng):
         plan = make_plan(layer, [12] * layer.heads, rng, window=window, pivots=pivots)
-        with pytest.raises(UnsupportedError, match=rf"^{message}; they support {re.escape(limits.SUPPORTED)}"):
+        words = rf"^{message}; they support {re.escape(limits.SUPPORTED)}"
+        with pytest.raises(UnsupportedError, match=words):
             ss.SketchHead(plan, 2, "cuda")
+        if pivots == 4:
+            with pytest.raises(UnsupportedError, match=words):
+                ss.ReplayHead.parts_of(layer, "cuda", window=window, activation_dtype="bfloat16")
         with pytest.warns(RuntimeWarning, match=rf"^backend: 'auto' takes 'cpu': {message}"):
             assert ss.SketchHead(plan, 2).backend == "cpu"
 

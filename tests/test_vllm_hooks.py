@@ -335,6 +335,23 @@ def test_off_by_default(monkeypatch):
             static_forward_context={"x": made}))) == 0  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", CLASSES)
+def test_shapes_without_kernels_are_refused_before_the_weights_are_loaded(fixture, monkeypatch, kind):
+    """The error names the layer."""
+    module = fixture(kind, "replay").module
+    config = SimpleNamespace(
+        additional_config={"sketchssm": "replay"}, num_speculative_tokens=0, kv_transfer_config=None,
+        cache_config=module.cache_config, parallel_config=SimpleNamespace(enable_dbo=False),
+        compilation_config=SimpleNamespace(static_forward_context={"x": module}),
+    )  # fmt: skip
+    monkeypatch.setattr(head_layer, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(head_layer, "current_platform", SimpleNamespace(device_type="cuda"))
+    monkeypatch.setattr(CLASSES[kind], "__init__", lambda self: None)
+    module.get_state_dtype = lambda: (torch.float32,)
+    with pytest.raises(ValueError, match=rf"^{module.prefix}: key_dim: the CUDA kernels don't support [56]; they"):
+        type(module).__init__(module)
+
+
 def test_registers_once(monkeypatch):
     """Each class when the first of its layers is made; a class without heads is told once."""
     monkeypatch.setattr(plugin, "op_registry_oot", custom_op.op_registry_oot)
@@ -377,6 +394,12 @@ def test_blocks_are_aligned_with_the_parts_behind_the_states(fixture, monkeypatc
         def get_mamba_specs_from_config(cls, config):
             return [MambaSpec(shapes=((3, 8), (4, 5, 6)), dtypes=(torch.bfloat16, torch.float32), block_size=8)] * 2
 
+    class Convolution(mamba_mixer2.MambaBase):  # Qwen4-Exp's is no layer that the registry of vLLM's replaces
+        get_state_dtype = get_state_shape = mamba_type = None
+
+    config.compilation_config.static_forward_context["y"] = Convolution()
+    told = []
+    monkeypatch.setattr(plugin.logger, "warning", lambda *words: told.append(words))
     for model in (Model, Other, Layouts):
         monkeypatch.setattr(plugin.ModelRegistry, "resolve_model_cls", lambda *_, model=model, **others: (model, "x"))
         with plugin.wider_states(config):
@@ -388,6 +411,7 @@ def test_blocks_are_aligned_with_the_parts_behind_the_states(fixture, monkeypatc
         assert len(model.get_mamba_state_shape_from_config(config)) == 2
         assert len(model.get_mamba_state_dtype_from_config(config)) == 2
     assert "get_mamba_state_shape_from_config" not in vars(Other)
+    assert [name for _, name in told] == ["Convolution"]
 
 
 def test_names_that_the_plugin_needs():

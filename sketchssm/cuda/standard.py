@@ -10,6 +10,7 @@ from sketchssm.cuda.direct import DirectStep
 from sketchssm.cuda.engine import DeviceEngine
 from sketchssm.cuda.kernel_parameters import KERNELS, TOKEN_STEPS
 from sketchssm.cuda.launch import Launcher
+from sketchssm.cuda.limits import check_layer
 from sketchssm.cuda.memory import slot_parts
 from sketchssm.cuda.modules import Variant, load, warmup
 from sketchssm.cuda.pointer import Pointer, Slots, StepInputs
@@ -45,6 +46,7 @@ class StandardEngine(DeviceEngine):
     @staticmethod
     def parts_of(layer: Layer, options: EngineOptions) -> tuple[SlotPart, ...]:
         """Parts of a slot; see `sketchssm.heads.engine.ExactEngine`."""
+        check_layer(layer)
         return slot_parts(layer, options)
 
     def fit(self) -> None:

@@ -13,7 +13,7 @@ from sketchssm.cuda.engine import DeviceEngine
 from sketchssm.cuda.flushes import Encodes, Flushes
 from sketchssm.cuda.kernel_parameters import KERNELS, LENGTHS
 from sketchssm.cuda.layout import PackedPlan, pack_full_state, pack_plan
-from sketchssm.cuda.limits import check_plan, check_shared, check_window
+from sketchssm.cuda.limits import check_layer, check_plan, check_shared, check_window
 from sketchssm.cuda.memory import slot_parts
 from sketchssm.cuda.modules import Variant, load, warmup
 from sketchssm.cuda.occupancy import blocks_per_multiprocessor, read_pace
@@ -235,6 +235,8 @@ class ReplayEngine(WindowEngine):
     @staticmethod
     def parts_of(layer: Layer, window: int, options: EngineOptions) -> tuple[SlotPart, ...]:
         """Parts of a slot; see `sketchssm.heads.engine.ExactEngine`."""
+        check_layer(layer)
+        check_window(window)
         return slot_parts(layer, options, window)
 
 

@@ -108,6 +108,11 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
         )
         others = heads_of(config)[:-1]
         self._ordinal = len(others)
+        try:  # before the weights are loaded
+            for share in self._shares:
+                self._recipe(share, None).parts()
+        except ValueError as error:
+            raise type(error)(f"{self.prefix}: {error}") from error
         self._share = self._shares[get_tensor_model_parallel_rank() % len(self._shares)]
         if settings.record is not None and not config.parallel_config.data_parallel_rank:
             recording = others[0].record.recording if others else recording_of(config, settings)
@@ -130,19 +135,22 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
     @cached_property
     def recipe(self) -> Recipe:
         """Common arguments of the layer's heads. The weights must have been loaded."""
+        return self._recipe(self._share, self.gate())
+
+    def _recipe(self, share: Layer | SketchPlan, gate: GateInput | None) -> Recipe:
         settings = self._settings
         assert settings is not None
         model, states = (str(kind).removeprefix("torch.") for kind in (self._activations, self.get_state_dtype()[-1]))
         return Recipe(
             settings.system,
-            self._share,
+            share,
             self.backend,
             settings.window,
             self._drafts,
             self._ordinal if settings.phases and self._window > 1 else None,
             states,
             model if self.backend == "cuda" else None,
-            self.gate(),
+            gate,
             settings.monitor,
             settings.tolerance,
         )

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import vllm
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms.interface import Platform
 
 from sketchssm.vllm import layers
-from sketchssm.vllm.head_layer import settings_of, side_bytes
+from sketchssm.vllm.head_layer import HeadLayer, settings_of, side_bytes
 from sketchssm.vllm.metadata import logger
 from sketchssm.vllm.registry import CLASSES, TESTED, tested
 
@@ -31,8 +32,7 @@ def take(layer: type) -> None:
     if name in op_registry_oot or name in _without:
         return
     if name not in CLASSES:
-        _without.add(name)
-        logger.warning("sketchssm: no heads for layers of class %s: they decode as without the plugin", name)
+        tell_without(name)
         return
     if not tested(vllm.__version__):
         versions = " and ".join(version.rstrip(".") for version in TESTED)
@@ -45,6 +45,13 @@ def take(layer: type) -> None:
     head = getattr(layers, CLASSES[name].head)
     PluggableLayer.register_oot(type(head.__name__, (head, layer), {}), name=name)
     widen()
+
+
+def tell_without(name: str) -> None:
+    """Tell once that the layers of a class have no heads."""
+    if name not in _without:
+        _without.add(name)
+        logger.warning("sketchssm: no heads for layers of class %s: they decode as without the plugin", name)
 
 
 @cache
@@ -63,7 +70,12 @@ def widen() -> None:
 @contextmanager
 def wider_states(vllm_config: Any) -> Iterator[None]:
     """Let the class of the loaded model tell states with the parts behind them, while the block runs."""
-    extra = 0 if settings_of(vllm_config) is None else side_bytes(vllm_config)
+    extra = 0
+    if settings_of(vllm_config) is not None:
+        extra = side_bytes(vllm_config)
+        for layer in vllm_config.compilation_config.static_forward_context.values():
+            if isinstance(layer, MambaBase) and not isinstance(layer, HeadLayer):  # maybe not made through `take`
+                tell_without(type(layer).__name__)
     if not extra:
         yield
         return
