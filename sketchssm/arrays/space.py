@@ -48,9 +48,10 @@ class Space:
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
         """Return an array of zeros."""
-        array = self.empty(shape, dtype)
-        array[...] = 0
-        return array
+        if self._torch:
+            return self._like.new_zeros(shape, dtype=self.dtype(dtype))
+        with self._current():
+            return self.xp.zeros(shape, dtype)
 
     def cast(self, array: Any, dtype: str) -> Any:
         """Return an array of a type; the same array if it is of that type."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from functools import reduce
+from operator import and_
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -152,16 +154,20 @@ def added(owner: object, sums: dict[str, Any]) -> dict[str, Any]:
     totals = {}
     with np.errstate(over="ignore", invalid="ignore"):
         for name, more in sums.items():
-            space = Space(more)
-            held = vars(owner)[name]
-            total = totals[name] = (space.array(held, _type_of(name)) if space.on_device else _host(held, name)) + more
-            if not bool((abs(total) <= LARGEST_SUM).all() if hasattr(total, "all") else abs(total) <= LARGEST_SUM):
-                cause = "grad, weight" if name in ("paired", "weighted") else "q, k, v"
-                raise ValueError(
-                    f"{cause}: expected inputs with a {name} of at most {LARGEST_SUM:g}, got "
-                    f"{float(abs(total).max()):g}: are keys normalised, and values and gradients scaled?"
-                )
-    return totals
+            space, held = Space(more), vars(owner)[name]
+            totals[name] = (space.array(held, _type_of(name)) if space.on_device else _host(held, name)) + more
+        if bool(reduce(and_, map(_has_room, totals.values()))):  # one wait for a device
+            return totals
+    name, total = next((name, total) for name, total in totals.items() if not bool(_has_room(total)))
+    cause = "grad, weight" if name in ("paired", "weighted") else "q, k, v"
+    raise ValueError(
+        f"{cause}: expected inputs with a {name} of at most {LARGEST_SUM:g}, got {float(abs(total).max()):g}: "
+        "are keys normalised, and values and gradients scaled?"
+    )
+
+
+def _has_room(total: Any) -> Any:
+    return (abs(total) <= LARGEST_SUM).all() if hasattr(total, "all") else abs(total) <= LARGEST_SUM
 
 
 def _host(held: Any, name: str) -> Any:

@@ -239,17 +239,22 @@ class _Run:
         space = self.space
         whole = space.empty((*part.shape[:2], len(numbers) * self.window, part.shape[-1]), dtype)
         at = opened if not numbers.start else 0
-        whole[:, :, :at] = 0 if before is None or not at else space.array(before, dtype)
-        whole[:, :, at : at + part.shape[2]] = part
-        whole[:, :, at + part.shape[2] :] = 0
+        end = at + part.shape[2]
+        if at:
+            whole[:, :, :at] = 0 if before is None else space.array(before, dtype)
+        whole[:, :, at:end] = part
+        if end < whole.shape[2]:
+            whole[:, :, end:] = 0
         return whole.reshape(*part.shape[:2], len(numbers), self.window, part.shape[-1])
 
-    def open_ring(self) -> Ring:
-        """The open window's raw inputs after the call."""
+    def open_ring(self) -> Ring | None:
+        """The open window's raw inputs after the call; None without tokens."""
         length = self.tokens.v.shape[1]
         opened = self.carry.position
         left = (opened + length) % self.window
         number = (opened + length) // self.window
+        if not left:
+            return None
         every = slice(0, self.layer.heads)
         rows = slice(0, self.tokens.v.shape[0])
         taken = self._taken(rows, every, range(number, number + 1))

@@ -50,7 +50,7 @@ class Settings:
     monitor: int = 0  # of sketches: measures their errors at one flush of so many, for the log
     tolerance: float | None = None  # with `monitor`: requests with larger errors continue with exact reads
     tokens: int = 65536  # of a calibration that is recorded
-    share: float = 0.05  # most of the engine's time that recording takes; 1 for all tokens
+    share: float = 0.03  # most of the engine's time that recording takes; 1 for all tokens
 
     def __post_init__(self) -> None:
         if not isinstance(self.plans, str):
