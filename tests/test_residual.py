@@ -127,8 +127,8 @@ class TestPlans:
         whole = residual_bytes(2, layer.key_dim, layer.value_dim)
         assert whole == 128 * 64 / 4 + 2 * (128 + 64)
         shape = layer.kind, layer.key_dim, layer.value_dim
-        reads = traffic.sketch_read(*shape, RANKS, residual_bits=plan.residual_bits)
-        bare = traffic.sketch_read(*shape, RANKS)
+        reads = traffic.sketch_read(*shape, RANKS, map="subspace", residual_bits=plan.residual_bits)
+        bare = traffic.sketch_read(*shape, RANKS, map="subspace")
         np.testing.assert_array_equal(reads - bare, [whole, whole, 0, whole])
         standard = traffic.standard(layer.key_dim, layer.value_dim)
         assert plan.reduction == pytest.approx(standard / ((15 * reads + standard) / 16).mean())

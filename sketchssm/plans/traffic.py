@@ -18,7 +18,7 @@ from sketchssm.layer.checks import as_array, check_number
 from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, KINDS, MAX_ELEMENTS, PROPERTIES, check_choice, check_integer
-from sketchssm.layer.residual import residual_bytes
+from sketchssm.layer.residual import RESIDUAL_BITS, residual_bytes
 
 __all__ = ["compressed", "read_only_copy", "reduction", "replay", "sketch", "sketch_read", "standard", "state_bytes"]
 
@@ -111,8 +111,7 @@ def compressed(key_dim: int, value_dim: int, *, bits: float | None = None, spars
     if bits is not None:
         return 2 * _quantised(key_dim, value_dim, bits)
     assert sparsity is not None
-    if not 0 <= sparsity < 1:
-        raise ValueError(f"sparsity: expected a number from 0 to below 1, got {sparsity!r}")
+    check_number("sparsity", sparsity, "a number from 0 to below 1", lambda number: 0 <= number < 1)
     return standard(key_dim, value_dim) * (1 - sparsity)
 
 
@@ -171,8 +170,8 @@ def sketch_read(
     sketch_dtype : {"float32", "bfloat16", "int8"}, default "bfloat16"
         Format of sketches and maps, see `sketchssm.layer.formats`.
     residual_bits : array_like, default 0
-        Bits of the residuals' codes, for all ranks or for each (fractions allowed, as for ranks); see
-        `sketchssm.layer.residual`.
+        Bits of the residuals' codes, for all ranks or for each (fractions allowed, as for ranks), 0 with other maps
+        than "subspace"; see `sketchssm.layer.residual`.
 
     Returns
     -------
@@ -183,12 +182,18 @@ def sketch_read(
     map, form = CoefficientMap.of(map), SketchFormat.of(sketch_dtype)
     state = state_bytes(key_dim, value_dim, state_dtype) / (2 if form.shadows(state_dtype) else 1)
     g: Bytes = as_array("rank", rank, np.float64)
-    if not ((g == FULL_STATE) | (g >= 0)).all():
+    if not ((g == FULL_STATE) | (g >= 0) & (g < np.inf)).all():
         raise ValueError(f"rank: expected FULL_STATE or numbers of at least 0, got {rank!r}")
-    erase = 2 * _checked("window", window) if map.storage == "dense" and PROPERTIES[kind].erases else 0
+    bits: Bytes = as_array("residual_bits", residual_bits, np.float64)
+    if not ((bits >= 0) & (bits <= RESIDUAL_BITS[-1])).all():
+        raise ValueError(f"residual_bits: expected numbers from 0 to {RESIDUAL_BITS[-1]}, got {residual_bits!r}")
+    if bits.any() and map.name != "subspace":
+        raise ValueError(f"residual_bits: expected 0 with the map {map.name!r}, got {residual_bits!r}")
+    window = _checked("window", window)
+    erase = 2 * window if map.storage == "dense" and PROPERTIES[kind].erases else 0
     rank = np.maximum(g, 0.0)  # 0 where the state is read
     size = form.bytes(map, rank, key_dim, value_dim) + erase * rank
-    size = size + residual_bytes(residual_bits, key_dim, value_dim)
+    size = size + residual_bytes(bits, key_dim, value_dim)
     return np.where(g == FULL_STATE, state, size)
 
 
