@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -124,6 +125,17 @@ def test_shares_of_processes(calibration):
             join(wrong)
 
 
+def test_budgets_of_a_time(calibration):
+    """Budgets that no plans meet are left out: the bases have 8 columns, and uniform plans at most as many."""
+    uniform = ss.plans_within(calibration, 1.0, lambda plans: 0.5, method="uniform")
+    assert uniform.allocation.mean_rank == 8
+    within = partial(ss.plans_within, calibration, 1.0, lambda plans: 2.0)
+    refused("seconds: expected at least 2, the least", within, budgets=(3, 99))
+    refused("reduction: expected at most", within, budgets=(98, 99))
+    refused("budgets: expected at least one number, got none", within, budgets=())
+    refused("budgets: expected finite numbers above 0, got 'a'", within, budgets=("a",))
+
+
 def test_without_a_model(calibration, made):
     own = ss.Calibration(calibration.layers)
     refused("calibration: expected one of a model", own.plans)
@@ -140,6 +152,8 @@ def test_refusals(calibration, made, tmp_path):
     refused("rank_max: expected at most the largest scored rank, 8, got 9", calibration.plans, reduction=3, rank_max=9)
     refused("mean_rank: expected none beside a reduction, got 2", calibration.plans, 2, 3)
     refused("method: expected one of gradient, .* got", calibration.plans, reduction=3, method="sensitivity")
+    for bits in (True, 2.0, None, 4):
+        refused("residual_bits: expected an integer from 0 to 3, got", calibration.plans, 2, residual_bits=bits)
     path = tmp_path / "c.safetensors"
     calibration.save(path)
     fields, tensors = parts_of(path)

@@ -150,7 +150,8 @@ def residual_settings(
     A `reduction` asks for residuals, of `residual_bits` or, if that is 0, of any bits. The defaults with residuals are
     the map "subspace" and int8.
     """
-    bits = (check_residual_bits(residual_bits),) if residual_bits else () if reduction is None else tuple(STEPS)
+    own = check_residual_bits(residual_bits)
+    bits = (own,) if own else () if reduction is None else tuple(STEPS)
     chosen = CoefficientMap.of(map or (MAP if bits else DEFAULT_MAP))
     form = SketchFormat.of(sketch_dtype or ("int8" if bits else DEFAULT_FORMAT)).name
     if bits and chosen.name != MAP:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sketchssm.layer.recurrence import check_integer
+
 STEPS = {1: 1.596, 2: 0.996, 3: 0.586}
 """Distance of neighbouring levels for each number of bits, in standard deviations.
 
@@ -36,9 +38,7 @@ SCALE_BYTES = 2
 
 def check_residual_bits(bits: Any) -> int:
     """Return a number of bits for all heads; ValueError if it is none of `RESIDUAL_BITS`."""
-    if bits not in RESIDUAL_BITS:
-        raise ValueError(f"residual_bits: expected one of {', '.join(map(str, RESIDUAL_BITS))}, got {bits!r}")
-    return int(bits)
+    return check_integer("residual_bits", bits, RESIDUAL_BITS[0], RESIDUAL_BITS[-1])
 
 
 def residual_bytes(bits: npt.ArrayLike, key_dim: int, value_dim: int) -> npt.NDArray[np.float64]:

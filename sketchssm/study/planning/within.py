@@ -35,7 +35,8 @@ def plans_within(
     time_of : callable
         Measures the seconds of a step of all layers from their plans: a `StepTimes`.
     budgets : iterable of float, optional
-        Budgets to try: reductions where plans have residuals, else mean ranks. Default: those of `autoplan`.
+        Budgets to try: reductions where plans have residuals, else mean ranks. Those that no plans meet are left out.
+        Default: those of `autoplan`.
     progress : callable, optional
         Called with a label before each budget.
     **settings
@@ -59,19 +60,24 @@ def plans_within(
     pure = reduction is None or any(own.joint is None for own in calibration.layers.values())
     name, usual = ("mean_rank", MEAN_RANKS) if pure else ("reduction", REDUCTIONS)
     tried = check_items("budgets", usual if budgets is None else budgets, "numbers")
-    least = np.inf
+    for each in tried:
+        check_number("budgets", each, "finite numbers above 0", lambda number: 0 < number < np.inf)
+    if not tried:
+        raise ValueError("budgets: expected at least one number, got none")
+    least, refused = np.inf, None
     for budget in sorted(tried, reverse=pure):
         progress(f"{name} {budget:g}")
         try:
             plans = calibration.plans(**{name: budget}, **settings)
-        except ValueError:
-            if least == np.inf:
-                raise
-            break  # beyond the fewest bytes
+        except ValueError as error:  # beyond the scored ranks, or the fewest bytes
+            refused = refused or error
+            continue
         taken = time_of(list(plans.values()))
         if taken <= seconds:
             return plans
         least = min(least, taken)
+    if refused is not None and least == np.inf:
+        raise refused
     raise ValueError(
         f"seconds: expected at least {least:.3g}, the least of the plans that were timed, got {seconds:g}"
     )
