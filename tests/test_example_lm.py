@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from samples import Basis, refused, relative, self_answered
+from samples import Basis, refused, relative, self_answered, tokens_of
 
 import sketchssm as ss
 from sketchssm.calibrate.traces import SHIPPED
@@ -37,7 +37,7 @@ def modules(*more):
     return lm
 
 
-lm = modules("stress", "errors", "tolerance")
+lm = modules("stress", "errors", "tolerance", "criteria")
 
 
 def tiny(lm, kind, dtype=torch.float32):
@@ -242,6 +242,75 @@ def test_joint_systems_score_answers_alone(lm):
         assert np.array_equal(system.plan.ranks, ranks)
     plain = lm["systems"].calibrate(model, ids(3, 64), window=8)
     assert all(x.joint is None and x.answers is None for x in plain.values())
+
+
+REDUCTION = 3.2
+"""Less traffic than a full read in bf16 has; rank 1 with 3 bits has 3.5x."""
+
+
+@pytest.fixture(scope="module")
+def criteria(lm):
+    """A model, calibrations for criteria, and the tables of all criteria."""
+    model, text = tiny(lm, "gdn"), np.random.default_rng(0).integers(VOCAB, size=2000)
+    asked = lm["prompts"].needle_prompts(text, encode, 2, 256, np.random.default_rng(0), facts=[1, 2])
+    settings = {"window": 8, "joint": True, "kind": lm["criteria"].AllScores}
+    own = lm["systems"].calibrate(model, ids(3, 64), questions=asked, **settings)
+    mixed = lm["systems"].calibrate(model, ids(4, 64), **settings)
+    return model, own, mixed, lm["criteria"].allocations(own, mixed, REDUCTION)
+
+
+def test_criteria_have_the_default_allocations(criteria, lm):
+    """Two are those of the library, all are within the budget, and each has its fewest bits."""
+    _, own, mixed, found = criteria
+    text, answers = ([getattr(x, name) for x in own.values()] for name in ("joint", "answers"))
+    for scores in (*text, *answers):
+        for name in ("paired", "error", "isotropic"):
+            setattr(scores, name, getattr(scores, name)[..., 1:])
+    for label, given in zip(lm["criteria"].DEFAULTS, (None, answers), strict=True):
+        want = ss.allocate_joint(text, REDUCTION, given)
+        assert all(map(np.array_equal, found[label][1].ranks, want.ranks))
+        assert all(map(np.array_equal, found[label][1].residual_bits, want.residual_bits))
+    assert len(found) == 18 and all(table.traffic.reduction >= REDUCTION * (1 - 1e-9) for _, table in found.values())
+    for label, (source, table) in found.items():
+        assert (source is mixed) == label.startswith("mixed")
+        ranks, bits = (np.concatenate(x) for x in (table.ranks, table.residual_bits))
+        least = int(label.split()[-2]) if label.endswith("bits") else 1
+        assert bits[ranks != ss.FULL_STATE].min(initial=3) >= least
+
+
+def test_scores_of_criteria_know_sketches_without_codes(lm, rng):
+    """The column before those of `JointScores` has the errors of reads of the sketch alone."""
+    layer = ss.Layer("kda", 2, 8, 8)
+    basis, length = ss.SketchBasis.random(layer, 8), 60
+    tokens, grad = tokens_of(rng, layer, 1, length), rng.standard_normal((1, length, 2, 8)).astype(np.float32)
+    plain, found = ss.JointScores(basis, sketch_dtype="float32"), lm["criteria"].AllScores(basis)
+    found.sketch_dtype = "float32"
+    for scores in (plain, found):
+        scores.update(*tokens, grad=grad)
+    for name in ("paired", "error", "isotropic"):
+        assert relative(getattr(found, name)[..., 1:], getattr(plain, name)) < 1e-5
+    bare = found.error[..., 0]
+    assert (np.diff(bare, axis=1) < 0).all() and (bare[:, -1] < 1e-9 * found.energy).all()  # of full rank
+    assert (bare > found.error[..., 3])[:, :4].all()
+    assert found.with_none().bits == (0, 1, 2, 3) and found.bits == (1, 2, 3)
+
+
+def test_systems_beside_each_other_decode_as_by_themselves(criteria, lm):
+    """All rows and prompts, with every system's own numbers."""
+    model, _, _, found = criteria
+    made = [lm["systems"].allocated(own, table, label) for label, (own, table) in list(found.items())[::6]]
+    standard = lm["systems"].baselines(criteria[1], "exact", 8)[0]
+    text = np.random.default_rng(0).integers(VOCAB, size=2000)
+    prompts = lm["prompts"].needle_prompts(text, encode, 5, 256, np.random.default_rng(0), facts=[1, 2])
+    given = ["--model", "m", "--tokens", "t", "--batch", "3", "--backend", "cpu"]
+    options, rows = lm["criteria"].checked(lm["criteria"].common_options(""), given), ids(10).numpy()
+    got, backend = lm["criteria"].measured(model, standard, made, rows, {"recall": prompts}, options)
+    results, _, _ = lm["evaluate"].evaluate(model, [standard, *made], rows, prompts, batch=3, backend="cpu")
+    assert backend == "cpu"
+    np.testing.assert_allclose(got["loss"].mean(1), [x.loss for x in results], rtol=1e-6)
+    np.testing.assert_allclose(got["divergence"].mean(1), [x.divergence for x in results], rtol=1e-3, atol=1e-12)
+    np.testing.assert_allclose(got["recall"].mean(1), [x.recall for x in results])
+    assert results[1].divergence != results[2].divergence
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -285,27 +285,17 @@ def show(output, kind, results, without, wiped):
     output.table("Right answers, by task and distance", ("system", *wiped), rows if wiped else [])
 
 
-def arguments(given=None):
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def common_options(description):
+    """A parser with the options that scripts share."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", type=Path, required=True, help="weights: a safetensors file")
     add("--tokens", type=Path, required=True, help="folder of calib.npy, test.npy and tokenizer.json")
-    choices = ("sketch", "joint", *(family for family in catalogue.FAMILIES if family != "exact"))
-    add("--systems", nargs="+", choices=choices, default=choices, help="systems besides the exact ones")
-    add("--only", nargs="+", default=("*",), help="names of systems, with wildcards; others are left out")
-    add("--ranks", nargs="*", type=float, default=(4, 8, 16), help="mean ranks of sketches")
-    add("--copy-bits", nargs="*", type=float, help="also sketches of the traffic of copies of so many bits")
-    add("--maps", nargs="+", choices=MAPS, default=(DEFAULT_MAP,), help="coefficient maps of sketches")
-    add("--formats", nargs="+", choices=FORMATS, default=("bfloat16",), help="formats of sketches")
-    add("--residual-bits", nargs="+", type=int, choices=RESIDUAL_BITS, default=(0,), help="with the map subspace")
     add("--reductions", nargs="+", type=float, default=(10, 9), help="less traffic of jointly allocated residuals")
     add("--questions", type=int, default=16, help="needle prompts of calibration text that score them")
-    add("--method", nargs="+", choices=METHODS, help="rank allocations; joint ones by error, or else by gradients")
     add("--window", type=int, default=16, help="tokens from one flush to the next")
     add("--rank-max", type=int, help="largest rank of a head (default: 16, the most on CUDA)")
     add("--calib-rows", type=int, default=9, help="rows of calibration text")
-    add("--calib-needles", action="store_true", help="begin every other row with a needle prompt")
     add("--rows", type=int, default=16, help="rows of test text")
     add("--prompts", type=int, default=128, help="needle prompts, and prompts of each task")
     add("--tasks", nargs="+", choices=TASKS, default=(), help="further recall tasks")
@@ -317,11 +307,45 @@ def arguments(given=None):
     add("--batch", type=int, default=16, help="prompts that decode at once")
     add("--seed", type=int, default=0)
     add("--commit", help="for the report, where this is no clone")
-    add("--out", type=Path, help="folder for lm-MODEL.json and lm-MODEL.png")
+    add("--out", type=Path, help="folder for the results")
+    return parser
+
+
+def arguments(given=None):
+    """Command line."""
+    parser = common_options(__doc__)
+    add = parser.add_argument
+    choices = ("sketch", "joint", *(family for family in catalogue.FAMILIES if family != "exact"))
+    add("--systems", nargs="+", choices=choices, default=choices, help="systems besides the exact ones")
+    add("--only", nargs="+", default=("*",), help="names of systems, with wildcards; others are left out")
+    add("--ranks", nargs="*", type=float, default=(4, 8, 16), help="mean ranks of sketches")
+    add("--copy-bits", nargs="*", type=float, help="also sketches of the traffic of copies of so many bits")
+    add("--maps", nargs="+", choices=MAPS, default=(DEFAULT_MAP,), help="coefficient maps of sketches")
+    add("--formats", nargs="+", choices=FORMATS, default=("bfloat16",), help="formats of sketches")
+    add("--residual-bits", nargs="+", type=int, choices=RESIDUAL_BITS, default=(0,), help="with the map subspace")
+    add("--method", nargs="+", choices=METHODS, help="rank allocations; joint ones by error, or else by gradients")
+    add("--calib-needles", action="store_true", help="begin every other row with a needle prompt")
+    return checked(parser, given)
+
+
+def checked(parser, given=None):
+    """Parse a command line."""
     options = parser.parse_args(given)
     if options.distance and not options.tasks:
         parser.error("--distance: has no effect without --tasks")
     return options
+
+
+def task_prompts(options, text, encode):
+    """Prompts of all tasks and distances of the options, by name."""
+    # their own generator: calibration does not depend on them
+    settings = text, encode, options.prompts, np.random.default_rng((options.seed, 1))
+    return {
+        f"{task} {distance}": make_prompts(
+            task, *settings, length=options.length - ROOM, distance=distance, wording=WORDING
+        )
+        for task, distance in product(options.tasks, options.distance or (1024,))
+    }
 
 
 def main(given=None):
@@ -346,14 +370,7 @@ def main(given=None):
         perturb = "perturbation" in (options.method or ())
         calibrations = catalogue.calibrate(model, torch.from_numpy(seen), *settings, asked, perturb)
         systems = listed(options, calibrations)
-    # their own generator: calibration does not depend on them
-    settings = test, encode, options.prompts, np.random.default_rng((options.seed, 1))
-    tasks = {
-        f"{task} {distance}": make_prompts(
-            task, *settings, length=options.length - ROOM, distance=distance, wording=WORDING
-        )
-        for task, distance in product(options.tasks, options.distance or (1024,))
-    }
+    tasks = task_prompts(options, test, encode)
 
     def save(results, without, wiped):
         """Write the report; of a long run, also before its end."""

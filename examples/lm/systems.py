@@ -78,7 +78,7 @@ class ModelSystem:
         return {place: system.build(slots, backend) for place, system in self.layers.items()}
 
 
-def calibrate(model, ids, window=16, rank_max=None, joint=False, questions=None, perturb=False):
+def calibrate(model, ids, window=16, rank_max=None, joint=False, questions=None, perturb=False, kind=ss.JointScores):
     """Fit bases on the first two thirds of some rows of tokens and score ranks, with gradients, on the others.
 
     Gradients are those of the summed next-token cross-entropy, so that layers compare on one scale.
@@ -100,6 +100,8 @@ def calibrate(model, ids, window=16, rank_max=None, joint=False, questions=None,
         Prompts whose answers are the second task of `joint`.
     perturb : bool
         Score ranks by perturbation too.
+    kind : type
+        Class of the joint scores.
 
     Returns
     -------
@@ -125,8 +127,8 @@ def calibrate(model, ids, window=16, rank_max=None, joint=False, questions=None,
         basis = ss.fit_basis(moments)
         scores = ss.RankScores(basis, rank_max=min(rank_max or MAX_RANK, basis.rank_max))
         perturbed = ss.RankScores(basis, rank_max=scores.rank_max) if perturb else None
-        residual = ss.JointScores(basis) if joint else None
-        answers = ss.JointScores(basis) if joint and questions is not None else None
+        residual = kind(basis) if joint else None
+        answers = kind(basis) if joint and questions is not None else None
         found[place] = Calibration(layer, tokens, basis, scores, perturbed, residual, answers)
     for row in score.split(1):
         add(("scores", "joint"), found, graded(model, row))
@@ -231,14 +233,19 @@ def joint(calibrations, reductions, by_error=False):
         text, answers = [some_scores(x, x.bits, None, weighted=False) for x in text], [None]
     for reduction in reductions:
         found = ss.allocate_joint(text, reduction, None if None in answers else answers)
-        tables = zip(calibrations.items(), found.ranks, found.residual_bits, strict=True)
         name = f"joint, {reduction:g}x" + ", by error" * by_error
-        layers = {
-            place: sketch_system(ss.SketchPlan(x.basis, ranks, None, "subspace", found.sketch_dtype, bits), name)
-            for (place, x), ranks, bits in tables
-        }
-        systems.append(ModelSystem(name, "joint", layers))
+        systems.append(allocated(calibrations, found, name))
     return systems
+
+
+def allocated(calibrations, found, name):
+    """The system of ranks and bits by `allocate_joint`."""
+    tables = zip(calibrations.items(), found.ranks, found.residual_bits, strict=True)
+    layers = {
+        place: sketch_system(ss.SketchPlan(x.basis, ranks, None, "subspace", found.sketch_dtype, bits), name)
+        for (place, x), ranks, bits in tables
+    }
+    return ModelSystem(name, "joint", layers)
 
 
 def baselines(calibrations, family, window=16):
