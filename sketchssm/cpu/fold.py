@@ -151,15 +151,23 @@ def _scale_gram(m: Record, at: Record, buf: Pointer, slot: int, head: int, count
 
 @njit
 def _prepare_channels(m: Record, at: Record, buf: Pointer, slot: int, head: int, count: int) -> None:
-    """`prepare_fold` for per-channel decay."""
+    """`prepare_fold` for per-channel decay.
+
+    ``lost`` is what the rounding of the products took: near 1 it has a sign, and states would shrink from window to
+    window.
+    """
     keys = slot * m.k_stride + head // m.group * m.keys
     gates = slot * m.gate_stride + head * m.keys
+    none = splat(np.float32(0.0))
     for c in range(0, m.keys, LANES):
-        decay = splat(np.float32(1.0))
+        decay, lost = splat(np.float32(1.0)), none
         for s in range(count):
-            decay = decay * load(floats(m.gate), gates + s * m.gate_row + c)
+            gate = load(floats(m.gate), gates + s * m.gate_row + c)
+            product = decay * gate
+            lost = fma(lost, gate, fma(decay, gate, none - product))
+            decay = product
             store(buf, at.left + s * m.keys + c, decay * load(floats(m.k), keys + s * m.key_row + c))
-        store(buf, at.decay + c, decay)
+        store(buf, at.decay + c, decay + lost)
     if m.erases:
         _across(m, at, buf, buf, at.left, m.keys)
     for s in range(count):
