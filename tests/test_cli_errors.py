@@ -42,6 +42,8 @@ evaluate good.npz SMALL[:2] --systems exact,sketch/ridge-* --ranks 2 --seed 1 | 
 evaluate good.npz --systems exact --ranks 2 | --ranks: has no effect
 evaluate good.npz --systems exact --map lowrank | --map: has no effect
 evaluate good.npz --format svg | --format: has no effect without --plots
+evaluate good.npz --plan plan --plan plans | --plan: expected once, got it 2 times
+calibrate good.npz --out out --window 8 --map ridge --window 4 | --window: expected once
 bench --plan plan --shape qwen3-next | --shape: has no effect with --plan
 calibrate good.npz --out - | --out: expected a file, got -; only --json
 bench --shape qwen3-next --residual-bits 2 | --residual-bits: has no effect without --map subspace

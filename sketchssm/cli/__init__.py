@@ -45,6 +45,17 @@ class _Commands(click.Group):
         command: click.Command = import_module(f"sketchssm.cli.{cmd_name}").command
         return command
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """Refuse an option that is given twice, where only the last one would have an effect."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is not None:
+            with click.Context(command, info_name=name, parent=ctx, resilient_parsing=True) as own:
+                given = command.make_parser(own).parse_args(list(rest))[2]
+            for param in given:
+                if isinstance(param, click.Option) and not param.multiple and given.count(param) > 1:
+                    raise click.UsageError(f"{param.opts[0]}: expected once, got it {given.count(param)} times", own)
+        return name, command, rest
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
