@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 
@@ -330,6 +331,14 @@ TASKS = f"{EVALUATE} --length 80 --plans standard --tasks keys"
 def test_errors(folder, arguments, message):
     result = invoke(*(argument.format(folder) for argument in arguments.split()), code=2)
     assert message in " ".join(result.stderr.split())
+
+
+def test_a_model_without_a_tokenizer(folder, tmp_path):
+    """transformers makes an empty tokenizer for a folder that has none."""
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(folder / name, tmp_path)
+    result = invoke("calibrate", "--out", "x", "--model", tmp_path, "--text", folder / "text.txt", code=2)
+    assert f"model: expected a tokenizer in {tmp_path}, got none" in " ".join(result.stderr.split())
 
 
 def test_damaged_ids(folder, tmp_path):

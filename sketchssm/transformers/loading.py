@@ -69,7 +69,7 @@ class ModelText:
         ValueError if the text or the tokenizer can't be read.
         """
         text, tokenizer = self._text()
-        encode = partial(encoded, tokenizer or self._loaded("AutoTokenizer"))
+        encode = partial(encoded, tokenizer or self._tokenizer())
         return np.array(encode(text)) if isinstance(text, str) else text, encode
 
     def _text(self) -> tuple[Any, Any]:
@@ -87,7 +87,14 @@ class ModelText:
             text = self.text.read_text("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"text: expected UTF-8 text or an npy file, got {self.text} ({error})") from error
-        return text, self._loaded("AutoTokenizer")
+        return text, self._tokenizer()
+
+    def _tokenizer(self) -> Any:
+        """The model's tokenizer; ValueError if there is none, for which transformers may make an empty one."""
+        tokenizer = self._loaded("AutoTokenizer")
+        if len(tokenizer) <= len(tokenizer.all_special_ids):
+            raise ValueError(f"model: expected a tokenizer in {self.model}, got none or an empty one")
+        return tokenizer
 
     def _loaded(self, kind: str, **settings: Any) -> Any:
         import transformers
