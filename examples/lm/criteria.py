@@ -31,7 +31,7 @@ DEFAULTS = "text + states", "text + questions"
 FLOOR = 1
 """Bits that every head gets by default."""
 
-ROWS = 8
+ROWS = 4
 """Rows of text that decode at once with every system."""
 
 FLOORS = (
