@@ -77,9 +77,9 @@ class TestPlan:
             ({"ranks": 2}, "ranks: expected 4 integers, got shape ()"),
             ({"ranks": [1.0, 2.0, 3.0, 4.0]}, "ranks: expected 4 integers, got shape (4,) of float64"),
             ({"ranks": list("1234")}, "ranks: expected 4 integers, got shape (4,) of <U1"),
-            ({"ranks": [1, 2, 0, 3]}, "ranks: expected FULL_STATE or 1 to 3"),
-            ({"ranks": [1, 2, -2, 3]}, "ranks: expected FULL_STATE or 1 to 3"),
-            ({"ranks": [1, 2, 3, 6]}, "ranks: expected at most the basis's rank_max=5, got 6"),
+            ({"ranks": [1, 2, 0, 3]}, "ranks: expected FULL_STATE or 1 to 5"),
+            ({"ranks": [1, 2, -2, 3]}, "ranks: expected FULL_STATE or 1 to 5"),
+            ({"ranks": [1, 2, 3, 6]}, "ranks: expected FULL_STATE or 1 to 5 (columns, K and V bound it), got 6"),
         ],
     )
     def test_refuses(self, change, message, rng):

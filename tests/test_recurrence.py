@@ -143,6 +143,13 @@ class TestRun:
         with pytest.raises(ValueError, match="expected shape"):
             run(LAYERS["gdn"], *at(tokens_of(rng, LAYERS["gdn"], 2, 5), np.s_[:, 0]))
 
+    def test_refuses_a_state_of_another_shape(self, rng):
+        layer = LAYERS["gdn"]
+        tokens = tokens_of(rng, layer, 2, 5)
+        for state in (np.zeros(layer.state_shape), np.zeros((1, *layer.state_shape))):
+            with pytest.raises(ValueError, match=r"state: expected shape \(2, .*, K last, got"):
+                run(layer, *tokens, state=state)
+
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_step_and_transition_agree(kind, rng):

@@ -105,11 +105,7 @@ class SketchPlan(Stored):
             sketch_dtype = getattr(ranks, "sketch_dtype", DEFAULT_FORMAT)
         if residual_bits is None:
             residual_bits = getattr(ranks, "residual_bits", 0)
-        table = as_array("ranks", getattr(ranks, "ranks", ranks))
-        used = int(table.max(initial=1)) if table.dtype.kind in "iu" else 1
-        if used > basis.rank_max:
-            raise ValueError(f"ranks: expected at most the basis's rank_max={basis.rank_max}, got {used}")
-        tensors = {"omega": basis.omega[..., :used], "ranks": table}
+        tensors = {"omega": basis.omega, "ranks": as_array("ranks", getattr(ranks, "ranks", ranks))}
         window = basis.window if window is None else window
         self._fill(basis.layer, tensors, window, CoefficientMap.of(map), sketch_dtype, residual_bits)
 
@@ -124,16 +120,17 @@ class SketchPlan(Stored):
     ) -> None:
         """Check and set every field, of a new plan and of a loaded one."""
         self.window = check_window(window)
-        self.omega = _columns(layer, tensors["omega"])
+        omega = _columns(layer, tensors["omega"])
         ranks = tensors["ranks"]
         if ranks.shape != (layer.heads,) or ranks.dtype.kind not in "iu":
             raise ValueError(f"ranks: expected {layer.heads} integers, got shape {ranks.shape} of {ranks.dtype}")
-        limit = min(layer.key_dim, layer.value_dim, self.omega.shape[-1])
+        limit = min(layer.key_dim, layer.value_dim, omega.shape[-1])
         wrong = ranks[(ranks != FULL_STATE) & ((ranks < 1) | (ranks > limit))]
         if wrong.size:
             raise ValueError(f"ranks: expected FULL_STATE or 1 to {limit} (columns, K and V bound it), got {wrong[0]}")
         self.layer = layer
         self.ranks = ranks.astype(np.int64)
+        self.omega = omega[..., : max(int(ranks.max()), 1)].copy()
         self.map = map
         self.sketch_dtype = SketchFormat.of(sketch_dtype).name
         self.residual_bits = _bits(residual_bits, self.ranks, map)
@@ -206,8 +203,7 @@ class SketchPlan(Stored):
         array([6, 6, 8, 8])
         """
         heads, _ = self.layer.shard_heads(rank, world)
-        ranks = self.ranks[heads]
-        tensors: dict[str, Any] = {"omega": self.omega[heads, :, : max(int(ranks.max()), 1)].copy(), "ranks": ranks}
+        tensors: dict[str, Any] = {"omega": self.omega[heads], "ranks": self.ranks[heads]}
         shard = SketchPlan.__new__(SketchPlan)
         layer = self.layer.shard(rank, world)
         shard._fill(layer, tensors, self.window, self.map, self.sketch_dtype, self.residual_bits[heads])

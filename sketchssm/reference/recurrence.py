@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.layer.checks import check_tokens
+from sketchssm.layer.checks import check_state, check_tokens
 from sketchssm.layer.recurrence import Layer, Tokens
 
 Array = npt.NDArray[np.floating[Any]]
@@ -68,7 +68,9 @@ def run(
     if state is None:
         current = np.zeros((batch, layer.heads, layer.key_dim, layer.value_dim))
     else:
-        current = np.asarray(state, dtype=np.float64).swapaxes(-1, -2)
+        given = np.asarray(state, dtype=np.float64)
+        check_state(layer, given, batch)
+        current = given.swapaxes(-1, -2)
     output = np.empty(inputs.v.shape)
     for t in range(length):
         current, output[:, t] = step(current, *inputs.at(np.s_[:, t]))
