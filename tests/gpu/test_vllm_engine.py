@@ -37,7 +37,7 @@ RUNS = [
     (kind, engines, runner)
     for kind in ("mamba2", "gdn", "kda")
     for engines, runner in (("graphs", "1"), ("graphs", "0"), ("default", "1"), ("drafts", "1"), ("drafts", "0"))
-]
+] + [("gdn", "mtp", "1")]
 SECONDS = 400
 LIMITS = {"rms": 0.03, "worst_request": 0.1}
 
@@ -92,9 +92,9 @@ def test_engines(engines, run, capsys):
         assert len(set(x["free_blocks"])) == 1, name
         before, after = x["memory"]
         assert after - before < 4 << 20, name  # a hundred states would be 6 MiB
-        assert 0 < x["accepted"] < x["drafted"] if run[1] == "drafts" else x["cached_tokens"], name
+        assert 0 < x["accepted"] < x["drafted"] if run[1] in ("drafts", "mtp") else x["cached_tokens"], name
         limits = LIMITS
-        if run[1] == "drafts":
+        if run[1] in ("drafts", "mtp"):
             limits = {"rms": results[0]["agreement"]["rms"] + LIMITS["rms"]}  # results[0]: vLLM without heads
         for limit, most in limits.items():
             if x["system"] == "coarse":  # what the limits must tell apart

@@ -4,8 +4,8 @@
 
 Each engine serves the same requests and judges its own log-probabilities (`benchmarks/vllm_agreement.py`); a line of
 ``FOLDER/results`` has what an engine gave. No engine begins after SECONDS. ENGINES is "graphs" (eager, and graphs of
-decode steps without compilation), "default" (vLLM's default) or "drafts" (speculative decoding with n-grams). The
-environment chooses the model runner.
+decode steps without compilation), "default" (vLLM's default), or speculative decoding with n-grams ("drafts") or with
+a draft model of one layer ("mtp"). The environment chooses the model runner.
 """
 
 import gc
@@ -70,11 +70,14 @@ GRAPHS = {
     },
     "default": {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, ROWS, 32, 64, TOKENS]}},
 }  # fmt: skip
-SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+SPECULATIVE = {
+    "drafts": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 3},
+}
 BLOCKS = {False: 60, True: 120}
 """Blocks of engines without and with drafts: so few that requests are preempted."""
 FEW_TOKENS = 32
-"""Vocabulary of engines with drafts: n-grams come back soon, so that there are many drafts, some of them right."""
+"""Vocabulary of engines with drafts: n-grams come back soon, and some drafts are right."""
 ENGINES = {
     "graphs": [
         ("vllm", "none"), ("sketch", "decode"), ("replay", "decode"), ("standard", "decode"), ("coarse", "none"),
@@ -82,6 +85,7 @@ ENGINES = {
     ],
     "default": [("sketch", "default")],
     "drafts": [("vllm", "decode"), ("sketch", "decode"), ("standard", "decode"), ("coarse", "decode")],
+    "mtp": [("vllm", "decode"), ("sketch", "decode"), ("standard", "decode"), ("coarse", "decode")],
 }  # fmt: skip
 
 
@@ -128,10 +132,10 @@ def used():
     return torch.cuda.memory_allocated() + cupy.get_default_memory_pool().used_bytes()
 
 
-def serve(graphs, model, counts, drafts):
+def serve(graphs, model, counts, speculative):
     """Start an engine and serve: log-probabilities against the engine's own prefill, memory, events."""
-    begin = time.perf_counter()
-    caching = {"speculative_config": SPECULATIVE, "enable_prefix_caching": False} if drafts else {}
+    begin, drafts = time.perf_counter(), speculative is not None
+    caching = {"speculative_config": speculative, "enable_prefix_caching": False} if drafts else {}
     llm = LLM(**{
         "model": model, "skip_tokenizer_init": True, "load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": ROWS,
         "max_model_len": 1024, "max_num_batched_tokens": TOKENS, "gpu_memory_utilization": 0.2,
@@ -187,7 +191,7 @@ def main():
     begin = time.perf_counter()
     kind, engines, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     limit = float(sys.argv[4]) if len(sys.argv) > 4 else np.inf
-    few = {"vocab_size": FEW_TOKENS} if engines == "drafts" else {}
+    few = {"vocab_size": FEW_TOKENS} if engines in SPECULATIVE else {}
     (folder / "config.json").write_text(json.dumps(MODELS[kind] | COMMON | few))
     vllm_models.load_random_weights(lambda model: change_weights(model, kind))
     counts = count_events()
@@ -205,7 +209,7 @@ def main():
                 system if known else str(plans) if plans.exists() else write_plans(kind, system, folder)
             )
         try:
-            result = serve(graphs, str(folder), counts, engines == "drafts")
+            result = serve(graphs, str(folder), counts, SPECULATIVE.get(engines))
         except Exception:
             result = {"error": traceback.format_exc()[-1500:]}
         with (folder / "results").open("a") as file:
