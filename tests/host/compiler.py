@@ -1,4 +1,4 @@
-"""Compile CUDA sources for the host with g++ and keep the results between runs."""
+"""Compile CUDA sources for the host with g++ and keep the results between runs, for all clones of the repository."""
 
 import hashlib
 import importlib.util
@@ -71,7 +71,7 @@ def host_source(code):
         *(f"SKETCHSSM_VARIABLE({name})" for name in re.findall(r'extern "C" __device__ \w+ (\w+) =', code)),
     ]
     # the namespace gives inline functions internal linkage: g++ puts their shared memory into the kernels' section
-    return "\n".join([*(f'#include "{header}"' for header in HEADERS), "namespace {", code, "}", *exports])
+    return "\n".join([*(f'#include "{header.name}"' for header in HEADERS), "namespace {", code, "}", *exports])
 
 
 def compile_library(code, constants=()):
@@ -85,7 +85,7 @@ def compile_library(code, constants=()):
 
 def runtime(options):
     """Paths of what every library contains, compiled once and with optimisation."""
-    quick = ["g++", *("-O2" if option == "-Og" else option for option in options), "-I", str(HERE), "-c"]
+    quick = ["g++", *("-O2" if option == "-Og" else option for option in options), "-c"]
     sources = "scheduler.cpp", "copies.cpp", "fragments.cpp"
     with _precompiling:
         return [str(built(quick, (HERE / name).read_text(), ".cpp", ".o")) for name in sources]
@@ -93,7 +93,7 @@ def runtime(options):
 
 def precompiled(options):
     """A precompiled ``device.h``."""
-    include = f'#include "{HERE / "device.h"}"\n'
+    include = '#include "device.h"\n'
     with _precompiling:
         header = built(["g++", *options, "-x", "c++-header"], include, ".h", ".h.gch").with_suffix("")
     if not header.exists():  # g++ reads this text if another compiler made the binary
@@ -109,7 +109,7 @@ def built(command, source, suffix, result):
         unit.write_text(source)
         # this process may preload sanitizers, which g++ must not load
         environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-        run = [*command, str(unit), "-o", str(output)]
+        run = [*command, "-I", str(HERE), str(unit), "-o", str(output)]  # the digest has the headers, not their place
         done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise CompileError(done.stderr)

@@ -168,6 +168,18 @@ def test_warp_copies_bring_the_announced_bytes(module, announced):
         module.get_function("warp_copies")((1,), (32,), (x, out, np.int32(announced)))
 
 
+def test_clones_share_what_is_compiled(tmp_path, monkeypatch):
+    """Files in another folder with the same contents give the same library."""
+    first = compiler.compile_library(SOURCE)
+    for header in compiler.HEADERS:
+        (tmp_path / header.name).write_text(header.read_text())
+    for source in compiler.HERE.glob("*.cpp"):
+        (tmp_path / source.name).write_text(source.read_text())
+    monkeypatch.setattr(compiler, "HERE", tmp_path)
+    monkeypatch.setattr(compiler, "HEADERS", tuple(tmp_path / header.name for header in compiler.HEADERS))
+    assert compiler.compile_library(SOURCE) == first
+
+
 def test_numbers_and_arguments(module):
     x, out, flag = np.array([0x12345678, 0x9ABCDEF0], np.uint32), np.zeros(4, np.uint32), np.zeros(1, bool)
     kernel = module.get_function("numbers")
