@@ -254,7 +254,7 @@ def test_carry_refusals():
     tokens = make_traces(layer, 2, W + 2, 10)
     moments = moments_of(layer)
     carry = moments.update(*tokens)
-    refused("state: expected shape", moments.update, *at(tokens, np.s_[:1]), carry=carry)
+    refused("carry: state: expected shape", moments.update, *at(tokens, np.s_[:1]), carry=carry)
     refused("carry: .*fewer than 2", ss.Moments("gdn", 4, 6, 5, 2, window=2).update, *tokens, carry=carry)
     refused("carry: .*beta", moments.update, *tokens, carry=Carry(carry.state, carry.ring._replace(beta=None)))
 

@@ -276,7 +276,7 @@ def _checked(space: Space, layer: Layer, carry: Carry | None, batch: int, window
     if carry is None:
         return Carry(space.zeros((batch, *layer.state_shape), dtype), empty)
     check_instance("carry", carry, Carry)
-    check_state(layer, carry.state, batch)
+    check_state(layer, carry.state, batch, "carry: state")
     if not Space(carry.state).on_device:
         take_array(carry.state, "carry")
     if carry.ring is None:

@@ -127,13 +127,13 @@ def check_slots(
     return array
 
 
-def check_state(layer: Layer, state: Any, batch: int | None = None) -> None:
-    """Check that an array can be loaded as states ``(batch, heads, V, K)`` of a layer."""
+def check_state(layer: Layer, state: Any, batch: int | None = None, name: str = "state") -> None:
+    """Check that an array, the argument `name`, can be loaded as states ``(batch, heads, V, K)`` of a layer."""
     shape: Sequence[int] = tuple(getattr(state, "shape", ()))
     rows: Any = "batch" if batch is None else batch
     if len(shape) != 4 or tuple(shape[1:]) != layer.state_shape or (batch is not None and shape[0] != batch):
         want = ", ".join(map(str, (rows, *layer.state_shape)))
-        raise ValueError(f"state: expected shape ({want}), K last, got {tuple(shape)}")
+        raise ValueError(f"{name}: expected shape ({want}), K last, got {tuple(shape)}")
 
 
 def check_number(name: str, value: Any, expected: str, fits: Callable[[Any], bool]) -> None:
