@@ -242,24 +242,35 @@ def test_groups_follow_the_same_rows(fixture, tmp_path, monkeypatch, updated):
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-@pytest.mark.parametrize("drafts", (0, DRAFTS))
-def test_a_version_that_was_not_tested(fixture, monkeypatch, kind, drafts):
-    """The first batch checks a layer; a layer whose convolution or queries are others is refused."""
+@pytest.mark.parametrize(
+    "drafts, mode, first", [(0, "none", "pool"), (DRAFTS, "none", "builder"), (0, "align", "builder")]
+)
+def test_a_version_that_was_not_tested(fixture, monkeypatch, kind, drafts, mode, first):
+    """A layer is checked as soon as it has a pool, or else at the first batch; a layer whose convolution or queries
+    are others is refused.
+    """
     monkeypatch.setattr(selfcheck, "set_forward_context", forward_context)
+    monkeypatch.setattr(metadata, "tested", lambda version: False)
     update, inputs = head_layer.causal_conv1d_update, layers.HeadLightning.inputs
     for wrong in (False, True):
-        layer = fixture(kind, "replay", drafts)
-        layer.builder._checked = False
+        layer = fixture(kind, "replay", drafts, mode)
         if wrong:
             monkeypatch.setattr(head_layer, "causal_conv1d_update", lambda *x, **y: 1.1 * update(*x, **y))
             monkeypatch.setattr(layers.HeadLightning, "inputs", lambda *x: (1.1 * (y := inputs(*x))[0], *y[1:]))
-        request = layer.inputs(4), 3, 0, 4, 7
-        counts = ([1], [-1]) if drafts else ()
+        blocks = 3 if mode == "none" else [3]
+        request, counts = (layer.inputs(4), blocks, 0, 4, 7), ([1], [-1]) if drafts else ()
+
+        def begin(layer=layer, request=request, counts=counts):
+            if first == "builder":
+                layer._bind(layer.builder.kv_cache_spec)
+                assert layer.builder._checked
+            return layer.step([request], *counts)[1]
+
         if wrong:
             with pytest.raises(RuntimeError, match="expected outputs of the recurrence, got a difference of"):
-                layer.step([request], *counts)
+                begin()
         else:
-            (out,) = layer.step([request], *counts)[1]
+            (out,) = begin()
             assert relative(out, layer.oracle(request[0])) < TOLERANCE
 
 

@@ -97,6 +97,15 @@ def test_replay_with_preemption(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["granitemoehybrid", "falcon_h1", "zamba2", "mamba2"])
+def test_other_models(tmp_path, kind):
+    """Models with layers of the same class, one of them without attention."""
+    result, log = serve(tmp_path, "replay", EAGER | {"type": kind, "requests": 20})
+    assert "sketchssm: replay heads" in log
+    assert result["rms"] < 1e-5
+
+
+@pytest.mark.slow
 def test_sketches_of_plans(folder):
     """In eager mode, with cached prefixes."""
     (folder / "plans").mkdir()

@@ -1,12 +1,11 @@
-"""An engine of vLLM on the CPU with a tiny Nemotron-H of random weights; run by `test_vllm_serve.py`.
+"""An engine of vLLM on the CPU with a tiny model of random weights; run by `test_vllm_serve.py`.
 
     PYTHONPATH=benchmarks python vllm_serve.py FOLDER ARGUMENTS
 
-The model is written into FOLDER, if there is none. ARGUMENTS are in JSON: more arguments of vLLM's LLM, and
-"requests", their number. The file ``FOLDER/result`` then has how log-probabilities of decode steps agree with the
-engine's own prefill, and counters.
-If the engine records ``FOLDER/recorded``, it first serves some rows of text alone, from which transformers makes the
-calibration ``FOLDER/transformers``.
+The model is written into FOLDER, if there is none. ARGUMENTS are in JSON: more arguments of vLLM's LLM, "requests",
+their number, and "type", a key of `CONFIGS`. The file ``FOLDER/result`` then has how log-probabilities of decode steps
+agree with the engine's own prefill, and counters. If the engine records ``FOLDER/recorded``, it first serves some rows
+of text alone, from which transformers makes the calibration ``FOLDER/transformers``.
 """
 
 import json
@@ -18,20 +17,40 @@ from pathlib import Path
 import numpy as np
 import torch
 
-CONFIG = {
-    "hybrid_override_pattern": "M*M-", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 64,
-    "vocab_size": 512, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "mamba_num_heads": 8,
-    "mamba_head_dim": 16, "ssm_state_size": 32, "n_groups": 2, "chunk_size": 16, "max_position_embeddings": 1024,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+COMMON = {
+    "hidden_size": 64, "intermediate_size": 64, "vocab_size": 512, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "max_position_embeddings": 1024, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 32, "mamba_n_groups": 1, "mamba_chunk_size": 16,
+}  # fmt: skip
+CONFIGS = {
+    "nemotron_h": COMMON | {
+        "hybrid_override_pattern": "M*M-", "num_hidden_layers": 4, "head_dim": 32, "mamba_num_heads": 8,
+        "mamba_head_dim": 16, "ssm_state_size": 32, "n_groups": 2, "chunk_size": 16,
+    },
+    "granitemoehybrid": COMMON | MAMBA | {
+        "layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3, "shared_intermediate_size": 64,
+        "num_local_experts": 0, "num_experts_per_tok": 0,
+    },
+    "falcon_h1": COMMON | MAMBA | {"num_hidden_layers": 2, "mamba_d_ssm": 128, "head_dim": 32},
+    "zamba2": COMMON | {
+        "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_d_state": 32,
+        "mamba_ngroups": 2, "n_mamba_heads": 8, "chunk_size": 16, "num_mem_blocks": 1, "num_key_value_heads": 2,
+    },
+    "mamba2": {name: x for name, x in COMMON.items() if name not in ("intermediate_size", "num_attention_heads")} | {
+        "num_heads": 8, "head_dim": 16, "state_size": 32, "n_groups": 2, "chunk_size": 16, "num_hidden_layers": 2,
+    },
 }  # fmt: skip
 
 
-def write_model(folder):
+def write_model(folder, kind):
     """Write a checkpoint in which outputs depend on states from some tokens to some hundred before."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("nemotron_h", **CONFIG), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **CONFIGS[kind]), dtype=torch.float32)
     ranges = {"A_log": (-3, 1), "dt_bias": (-3, 0), "D": (0.3, 0.3)}
     for name, weight in model.named_parameters():
         low, high = ranges.get(name.rsplit(".", 1)[-1], (1, 1))
@@ -75,8 +94,9 @@ def record(llm, folder):
 
 def main():
     folder, arguments = Path(sys.argv[1]), json.loads(sys.argv[2])
+    kind = arguments.pop("type", "nemotron_h")
     if not (folder / "config.json").exists():
-        write_model(folder)
+        write_model(folder, kind)
     import vllm_agreement
     from vllm import LLM
 

@@ -74,6 +74,7 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
     decoder: Any = None
     record: LayerRecord | None = None
     _settings: Settings | None = None  # without settings the layer is as vLLM's own
+    on_pool: Any = None  # is called with the layer when it has a pool
     backend: str  # of heads
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -203,6 +204,8 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
         self.recipe.warm(decoder.head, states.device)
         self._allocate(states.device)
         self.__dict__.update(decoder=decoder, _side=side, _measured=True)
+        if self.on_pool is not None:
+            self.on_pool(self)
 
     def _allocate(self, device: torch.device) -> None:
         if self.record is not None:

@@ -68,6 +68,16 @@ class HeadRows:
         self._buffers = RowBuffers(max(most, captured or 0), self._drafts, device)
         self._known = KnownTokens()
         self._errors = ErrorLog(logger.info, gauges.show)
+        if not self._checked:  # vLLM makes builders before it binds pools
+            for name in layer_names:
+                vllm_config.compilation_config.static_forward_context[name].__dict__["on_pool"] = self.check
+
+    def check(self, layer: Any) -> None:
+        """Check a layer with a pool in a version that was not tested, unless another layer of the group was."""
+        if not self._checked:
+            self._checked = True
+            with self._unrecorded(), torch.no_grad():
+                selfcheck.check(layer, self, self.vllm_config)
 
     def build(
         self,
@@ -84,10 +94,8 @@ class HeadRows:
         `num_decode_draft_tokens_cpu` the draft tokens of each row, -1 for none. The other arguments but the batch are
         not used.
         """
-        if not self._checked and self._layers():
-            self._checked = True  # at the first call, before there are requests
-            with self._unrecorded():
-                selfcheck.check(self._layers()[0], self, self.vllm_config)
+        if not self._checked and self._layers():  # in a version that binds pools first
+            self.check(self._layers()[0])
         batch = common_attn_metadata
         starts = batch.query_start_loc_cpu.numpy()
         lengths = np.diff(starts)

@@ -16,9 +16,9 @@ class LayerClass:
 
 CLASSES = {
     "MambaMixer2": LayerClass(
-        "mamba2", "HeadMamba2", "Nemotron-H with states of 128 (8B, Nano 9B v2, Nemotron 3), Codestral Mamba"
+        "mamba2", "HeadMamba2", "Nemotron-H, Nemotron 3, Granite-4-H, Falcon-H1, Zamba2, Mamba-2, Codestral Mamba"
     ),
-    "QwenGatedDeltaNetAttention": LayerClass("gdn", "HeadGatedDeltaNet", "Qwen3-Next, Qwen3.5 to 3.8"),
+    "QwenGatedDeltaNetAttention": LayerClass("gdn", "HeadGatedDeltaNet", "Qwen3-Next, Qwen3.5 to 3.8, Qwen4-Exp"),
     "OlmoHybridGatedDeltaNetAttention": LayerClass("gdn", "HeadGatedDeltaNet", "OLMo Hybrid"),
     "KimiGatedDeltaNetAttention": LayerClass("kda", "HeadKimiDelta", "Kimi-Linear"),
     "KimiK3DeltaAttention": LayerClass("kda", "HeadKimiDelta", "Kimi K3"),

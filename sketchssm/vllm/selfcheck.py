@@ -98,6 +98,8 @@ def check(layer: Any, builder: Any, config: Any) -> None:
     shape, device = layer.layer, layer.kv_cache[-1].device
     kind = layer.activations or layer.model_config.dtype
     found, drafts = [], config.num_speculative_tokens or 0
+    table = torch.full((1, 1 + drafts), BLOCK, dtype=torch.int32, device=device)
+    aligned = getattr(builder, "mamba_aligned_state_indices", None)  # of the V2 runner's batch
     with layer.exact():
         for first, count in [(0, PROMPT), *((i, 1) for i in range(PROMPT, PROMPT + STEPS))]:
             starts = torch.tensor([0, count], dtype=torch.int32)
@@ -105,10 +107,12 @@ def check(layer: Any, builder: Any, config: Any) -> None:
             batch = CommonAttentionMetadata(
                 query_start_loc=starts.to(device), query_start_loc_cpu=starts, seq_lens=lengths.to(device),
                 num_reqs=1, num_actual_tokens=count, max_query_len=count, max_seq_len=first + count,
-                block_table_tensor=torch.full((1, 1 + drafts), BLOCK, dtype=torch.int32, device=device),
+                block_table_tensor=table,
                 slot_mapping=torch.zeros(count, dtype=torch.int64, device=device),
                 is_prefilling=torch.tensor([first < PROMPT]), seq_lens_cpu_upper_bound=lengths,
             )  # fmt: skip
+            if hasattr(builder, "mamba_aligned_state_indices"):
+                builder.mamba_aligned_state_indices = table
             ones = torch.ones(1, dtype=torch.int32, device=device)
             metadata = builder.build(0, batch, *((ones, -ones.cpu()) if drafts else ()))
             out = torch.empty(count, shape.heads, shape.value_dim, dtype=kind, device=device)
@@ -117,6 +121,8 @@ def check(layer: Any, builder: Any, config: Any) -> None:
             with set_forward_context({layer.prefix: metadata}, config):
                 layer.decode_call(step, out)
             found.append(out.double().cpu())
+    if hasattr(builder, "mamba_aligned_state_indices"):
+        builder.mamba_aligned_state_indices = aligned
     error = torch.cat(found) - wanted
     share = float(error.norm() / wanted.norm())
     most = 1e-3 if layer.model_config.dtype == torch.float32 else 0.05
