@@ -1,5 +1,6 @@
 """How the plugin is switched on, what it refuses, plans by layer, rows of batches, memory of blocks."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -251,6 +252,21 @@ def test_documented_capacity():
             layout = BlockLayout.behind(0, recipe_of(shape, "lowrank", kind, sketch_dtype="int8").parts())
             sizes.append(layout.state_bytes + layout.bytes)
         assert f"| {shape} | {' | '.join(f'{size / state:.0%}, {2**30 // size}' for size in sizes)} |" in page
+
+
+def test_documented_requests():
+    """Rows of the third table are of the results: each request takes the same number of blocks."""
+    root = Path(__file__).parents[1]
+    page = (root / "docs" / "vllm.md").read_text()
+    rows = page.partition("| system | MB a request |")[2].partition("\n\n")[0].splitlines()[2:]
+    known = set()
+    for run in json.loads((root / "benchmarks" / "results" / "end-to-end-033.json").read_text())["results"]:
+        if (run["model"], run["part"]) == ("nemotron-nano-9b-v2", "decode") and run.get("blocks_needed") == 2049:
+            blocks = 2048 // 256
+            size, fit = run["state_page"] * blocks / 1e6, (run["blocks"] - 1) // blocks
+            known.add(f"{size:.1f} | {fit} | {run['tokens_per_s']:.0f}")
+    assert len(rows) >= 7
+    assert {row.strip("| ").partition(" | ")[2] for row in rows} <= known
 
 
 def test_documented_classes():
