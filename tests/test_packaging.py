@@ -1,5 +1,6 @@
 """Contents of a wheel, the name of the distribution, and the other package with the same import name."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -76,6 +77,11 @@ def test_commands_name_this_distribution():
             assert name in (project["name"], "'."), path
             named |= set(extras.split(","))
     assert {"plot", "transformers", "cuda13", "test"} <= named <= set(project["optional-dependencies"])
+
+
+def test_no_module_of_the_other_package():
+    """Engines look for ``sketchssm.kernels`` to find the authors' package: they do not find it here."""
+    assert importlib.util.find_spec("sketchssm.kernels") is None
 
 
 @pytest.mark.parametrize(

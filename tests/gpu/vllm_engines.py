@@ -5,7 +5,8 @@
 Each engine serves the same requests and judges its own log-probabilities (`benchmarks/vllm_agreement.py`); a line of
 ``FOLDER/results`` has what an engine gave. No engine begins after SECONDS. ENGINES is "graphs" (eager, and graphs of
 decode steps without compilation), "default" (vLLM's default), or speculative decoding with n-grams ("drafts") or with
-a draft model of one layer ("mtp"). The environment chooses the model runner.
+a draft model of one layer ("mtp"). The environment chooses the model runner, and with SKETCHSSM_REQUESTS the number of
+requests (68).
 """
 
 import gc
@@ -60,7 +61,7 @@ MODELS = {
 LAYERS = {"mamba2": Layer("mamba2", 4, 64, 64, 2), "gdn": Layer("gdn", 4, 64, 64, 2), "kda": Layer("kda", 2, 64, 64)}
 KEY_CHANNELS = 16
 """Channels of a head's keys that are not zero, so that a sketch of this rank is exact."""
-ROWS, TOKENS, REQUESTS = 16, 128, 68
+ROWS, TOKENS, REQUESTS = 16, 128, int(os.environ.get("SKETCHSSM_REQUESTS", "68"))
 GRAPHS = {
     "none": {"enforce_eager": True},
     "decode": {
