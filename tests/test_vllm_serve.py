@@ -97,9 +97,9 @@ def test_replay_with_preemption(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["granitemoehybrid", "falcon_h1", "zamba2", "mamba2"])
+@pytest.mark.parametrize("kind", ["falcon_h1", "mamba2"])
 def test_other_models(tmp_path, kind):
-    """Models with layers of the same class, one of them without attention."""
+    """Models with layers of the same class, one of them without attention; `vllm_serve.CONFIGS` has more."""
     result, log = serve(tmp_path, "replay", EAGER | {"type": kind, "requests": 20})
     assert "sketchssm: replay heads" in log
     assert result["rms"] < 1e-5
