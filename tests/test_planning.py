@@ -220,5 +220,5 @@ def test_command(tmp_path):
     beyond = invoke("plan", *paths, *settings, "--error", 1e-9, code=2)
     assert "Frontier of 4 points" in beyond.output and "nearest plans (none meet the target)" in beyond.output
     assert "error: expected a target within reach, got 1e-09; the least is" in beyond.stderr
-    refused = invoke("plan", *paths, *settings, "--error", 1, "--maps", "subspace:1", code=2)
+    refused = invoke("plan", *paths, *settings[2:], "--error", 1, "--maps", "subspace:1", code=2)
     assert "'--maps': ridge: map 'subspace' has no ridge" in refused.output
