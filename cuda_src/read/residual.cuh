@@ -84,57 +84,57 @@ DEVICE void multiply_codes(int (&d)[4], const char* codes, int block, const uint
 }
 DEVICE constexpr float level_of_zero(int bits) { return (1 << (bits - 1)) - 0.5f; }  // as a code
 
-// Adds head h's residual times the effective query x to the outputs.
+// Products of a residual's codes with a query's slices: sums (2 i + half, slice) of the lane's own rows.
 template <int BITS>
-DEVICE void multiply_residual(ResidualShare& out, const char* codes, int h, float (&x)[LK], signed char* slices) {
-    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
-    const u16* const scales = scales_of(codes, BITS);
-    ChannelShare<BF16> columns;
-    columns.load(scales + V);
+DEVICE void multiply_blocks(int (&sums)[ResidualShare::COUNT][4], const char* codes, const uint2 (&query)[K / 32]) {
 #pragma unroll
-    for (int n = 0; n < LK; n++) x[n] *= columns[n];
-    const float2 unit = slice_query(x, slices);
-    __syncwarp();
-    uint2 query[K / 32];  // even columns of the right operand hold the first slice, odd columns the second
-    load_slices(query, slices + r % 2 * K);
-    const float zero = level_of_zero(BITS) * unit.y;
+    for (int block = 0; block < ResidualShare::BLOCKS; block++) {
+        int d[4] = {};
+        multiply_codes<BITS>(d, codes, block, query);
 #pragma unroll
-    for (int i = 0; i < ResidualShare::COUNT; i++) {
-        int sums[4] = {};
-#pragma unroll
-        for (int j = 0; j < ResidualShare::SERVED; j++) {
-            const int block = i * ResidualShare::SERVED + j;
-            if (block >= ResidualShare::BLOCKS) continue;
-            int d[4] = {};
-            multiply_codes<BITS>(d, codes, block, query);
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                if (c / TILE_HEADS == j) sums[e] = d[e];
-        }
-        const int first = 16 * (i * ResidualShare::SERVED + c / TILE_HEADS) + r;
-        if (c % TILE_HEADS != h || (V % (16 * ResidualShare::SERVED) && first >= V)) continue;
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-            out.of[i][half] = widen<BF16>(scales[first + 8 * half]) * unit.x *
-                              (sums[2 * half] + sums[2 * half + 1] * (1 / NEXT_SLICE) - zero);
+        for (int e = 0; e < 4; e++)
+            if (threadIdx.x % 4 / TILE_HEADS == block % ResidualShare::SERVED)
+                sums[block / ResidualShare::SERVED][e] = d[e];
     }
-    __syncwarp();  // before the next query is stored
 }
 
-// Outputs of a tile's residuals; `query(h, x)` gets this lane's channels of a head's effective query.
+// Outputs of a tile's residuals; `query(h, x)` gets this lane's channels of a head's effective query. The code for each
+// number of bits is short, as all of a kernel has to stay in the instruction cache.
 template <class Buffer, class Query>
 DEVICE ResidualShare read_residual(const Buffer& buffer, const TileHeads& heads, ResidualScratch<true>& scratch,
                                    const Query& query) {
+    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
     ResidualShare out{};
-#pragma unroll
+#pragma unroll 1
     for (int h = 0; h < TILE_HEADS; h++) {
+        const int bits = heads.bits_of(h);
+        if (bits == 0) continue;
         const char* const codes =
             reinterpret_cast<const char*>(buffer.sketches() + heads.at[h]) + residual_at(heads.rank[h]);
-        with_bits(heads.bits_of(h), [&](auto bits) {
-            float x[LK];
-            query(h, x);
-            multiply_residual<decltype(bits)::VALUE>(out, codes, h, x, scratch.slices);
-        });
+        const u16* const scales = scales_of(codes, bits);
+        float x[LK];
+        query(h, x);
+        ChannelShare<BF16> columns;
+        columns.load(scales + V);
+#pragma unroll
+        for (int n = 0; n < LK; n++) x[n] *= columns[n];
+        const float2 unit = slice_query(x, scratch.slices);
+        __syncwarp();
+        uint2 slices[K / 32];  // even columns of the right operand hold the first slice, odd columns the second
+        load_slices(slices, scratch.slices + r % 2 * K);
+        int sums[ResidualShare::COUNT][4] = {};
+        with_bits(bits, [&](auto number) { multiply_blocks<decltype(number)::VALUE>(sums, codes, slices); });
+        const float zero = level_of_zero(bits) * unit.y;
+#pragma unroll
+        for (int i = 0; i < ResidualShare::COUNT; i++) {
+            const int first = 16 * (i * ResidualShare::SERVED + c / TILE_HEADS) + r;
+            if (c % TILE_HEADS != h || (V % (16 * ResidualShare::SERVED) && first >= V)) continue;
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                out.of[i][half] = widen<BF16>(scales[first + 8 * half]) * unit.x *
+                                  (sums[i][2 * half] + sums[i][2 * half + 1] * (1 / NEXT_SLICE) - zero);
+        }
+        __syncwarp();  // before the next query is stored
     }
     return out;
 }
