@@ -98,7 +98,7 @@ def test_frameworks():
     engines = [module for module, imports in IMPORTS.items() if "vllm" in imports]
     assert [module for module in engines if not inside(module, "sketchssm.vllm")] == []
     users = {module for module, imports in IMPORTS.items() if "sketchssm.torch" in imports}
-    assert users <= {"sketchssm.transformers.patching"}
+    assert users <= {"sketchssm.transformers.caches"}
 
 
 def test_cuda_is_behind_the_backends():

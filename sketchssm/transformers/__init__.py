@@ -3,7 +3,7 @@
 Four recurrences of transformers have heads: the gated delta rule (Qwen3-Next), Kimi Delta Attention (Kimi-Linear),
 Mamba-2 (Bamba) and lightning attention (MiniMax), in all classes that have them. Modeling files of transformers call
 the first three through two functions of the file, and these are replaced while a patched layer runs
-(`sketchssm.transformers.modeling`). MiniMax has its recurrence inline, and gets another forward meanwhile
+(`sketchssm.transformers.interception`). MiniMax has its recurrence inline, and gets another forward meanwhile
 (`sketchssm.transformers.lightning`).
 """
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,9 +17,10 @@ from sketchssm.heads.standard import ReplayHead
 from sketchssm.plans import traffic
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.systems import exact_systems
-from sketchssm.transformers.modeling import Call, RecurrentLayer, Rule, intercepted, layers
+from sketchssm.transformers.interception import Handler, intercepted
+from sketchssm.transformers.modeling import Call, RecurrentLayer, Rule, layers
 from sketchssm.transformers.patching import build_heads
-from sketchssm.transformers.text import Ids, check_ids, run_row, token_rows
+from sketchssm.transformers.text import Ids, check_ids, evaluating, run_row, token_rows
 
 
 class LayerTraffic(NamedTuple):
@@ -151,7 +151,7 @@ def evaluate(
     watched = {name: head for name, head in heads.items() if isinstance(head, SketchHead) and head.monitor}
     measured = {name: np.zeros(2) for name in watched}
     exact = {name: 0 for name, head in watched.items() if head.tolerance is not None}
-    with inference(model):
+    with evaluating(model), torch.no_grad():
         for i, row in enumerate(rows):
             step(f"row {i + 1} of {len(rows)}")
             parts.append(_compared(model, row, decoders, found))
@@ -170,26 +170,13 @@ def evaluate(
     return ModelEvaluation(int(counts.sum()), loss, patched, error, agreed, divergence, costs, errors, exact)
 
 
-@contextmanager
-def inference(model: torch.nn.Module) -> Iterator[None]:
-    """Run a model in evaluation mode, without gradients and compilation."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        model.eval()
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 def _compared(
     model: torch.nn.Module, row: Ids, decoders: dict[str, RowDecoder], found: dict[str, RecurrentLayer]
 ) -> list[float]:
     """Sums over a row's predictions: both losses, agreements, and divergence."""
     logits, ids = run_row(model, row)
     plain = logits[:-1].float().log_softmax(-1)
-    with intercepted(dict(decoders), found):
+    with intercepted(decoders, found):
         patched = run_row(model, row)[0][:-1].float().log_softmax(-1)
     following = ids[1:, None]
     sums = (
@@ -201,7 +188,7 @@ def _compared(
     return [float(x) for x in sums]
 
 
-class RowDecoder:
+class RowDecoder(Handler):
     """Decodes whole rows of one layer with a head of one slot, from zero states.
 
     transformers runs the first `prefix` tokens of a row; the head goes on from their state, or from zeros if `wiped`.
@@ -211,7 +198,7 @@ class RowDecoder:
         self._head, self._rule, self._prefix, self._wiped = head, rule, prefix, wiped
 
     def prefill(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
-        """See `sketchssm.transformers.modeling.Handler`."""
+        """See `sketchssm.transformers.interception.Handler`."""
         self._head.reset()
         count, parts = call.tokens.v.shape[1], []
         if self._prefix:
@@ -219,17 +206,12 @@ class RowDecoder:
             first = {name: given[name][:, : self._prefix] for name in self._rule.tokens}
             out, state = run(**given | first | asked)
             if not self._wiped:
-                state = state.transpose(-1, -2) if self._rule.transposed else state
-                self._head.load_state(state.float().contiguous())
+                self._head.load_state(self._rule.turned(state).float().contiguous())
             parts.append(out)
         decoded = call.last(count - self._prefix)
         parts.append(decoded.finished(self._head.step(*decoded.tokens)))
         out = torch.cat([part.to(parts[-1]) for part in parts], 1)
         return out if given.get("return_final_states") is False else (out, None)
-
-    def decode(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
-        """See `sketchssm.transformers.modeling.Handler`."""
-        raise AssertionError("rows run without a cache")
 
 
 def _traffic(layer: RecurrentLayer, head: ExactHead | None) -> LayerTraffic:

@@ -1,17 +1,11 @@
-"""The recurrent layers of a transformers model, and the interception of calls of their recurrences."""
+"""The recurrent layers of a transformers model: how their modeling files call recurrences."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-import sys
-import threading
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MethodType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +21,6 @@ NORM_EPSILON = 1e-6
 
 COMPILED = "_orig_mod"
 """Name of a module within its result of `torch.compile`."""
-
-CACHE_NAMES = ("cache", "cache_params", "past_key_values")
-"""Argument of a mixer's forward that takes the cache. Version 5.24 renamed the last two, and still accepts them."""
 
 
 class Call(NamedTuple):
@@ -70,6 +61,10 @@ class Rule:
     marks: tuple[str, ...] = ()  # names in a mixer's forward that tell the rule, if not those of the functions
     forward: Callable[..., Any] | None = None  # replaces a forward without the functions; its file has them
     place: Callable[[Any, int], Any] = lambda cache, index: cache.layers[index]  # of a layer in a cache
+
+    def turned(self, state: torch.Tensor) -> torch.Tensor:
+        """Convert a state between the layouts of heads and of caches."""
+        return state.transpose(-1, -2) if self.transposed else state
 
 
 def _lightning_call(given: dict[str, Any], decoding: bool) -> Call:
@@ -241,146 +236,3 @@ def check_version() -> None:
     if not LEAST_VERSION <= tuple(int(x) for x in version.split(".")[:2]) < NEXT_VERSION:
         least, after = (".".join(map(str, x)) for x in (LEAST_VERSION, NEXT_VERSION))
         raise ValueError(f"transformers: expected a version >={least},<{after}, got {version}")
-
-
-class Handler(Protocol):
-    """Runs the recurrence of one layer instead of transformers."""
-
-    def prefill(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
-        """Answer a call of any number of tokens; `run` takes `given` and is the function of transformers."""
-
-    def decode(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
-        """Answer a call of one token with a state before it."""
-
-
-class _Active(threading.local):
-    """The mixers whose forward runs, innermost last, with their handlers and caches."""
-
-    def __init__(self) -> None:
-        self.stack: list[tuple[RecurrentLayer, Handler, Any]] = []
-
-
-_active = _Active()
-_replaced: dict[tuple[str, str], list[Any]] = {}  # original functions of modeling files, and how many users they have
-_forwards: weakref.WeakKeyDictionary[torch.nn.Module, _Forward] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
-
-
-@contextmanager
-def intercepted(handlers: dict[str, Handler], found: dict[str, RecurrentLayer]) -> Iterator[None]:
-    """Let handlers run the recurrences of the layers of their names, among `found` by `layers`.
-
-    Other models of the same class, and calls from other threads, run as before.
-    """
-    with ExitStack() as stack:
-        for name, handler in handlers.items():
-            layer = found[name]
-            file = (layer.rule.forward or type(layer.module)).__module__
-            for function in (layer.rule.prefill, layer.rule.decode):
-                stack.enter_context(_dispatching(file, function))
-            stack.enter_context(_announcing(layer, handler))
-        yield
-
-
-@contextmanager
-def _announcing(layer: RecurrentLayer, handler: Handler) -> Iterator[None]:
-    """Let a mixer's forward record, while it runs, that its layer is active.
-
-    The forward is replaced, because hooks of a module are not called if Ctrl-C ends the forward.
-    """
-    module, user = layer.module, (layer, handler)
-    with _lock:
-        if module not in _forwards:
-            _forwards[module] = _Forward(layer)
-        forward = _forwards[module]
-        forward.users.append(user)
-    try:
-        yield
-    finally:
-        with _lock:
-            forward.users.remove(user)
-            if not forward.users:
-                _forwards.pop(module).remove(module)
-
-
-class _Forward:
-    """Replaces the forward of a mixer; the last of its `users`, layers and handlers, runs the layer."""
-
-    def __init__(self, layer: RecurrentLayer) -> None:
-        module, own = layer.module, layer.rule.forward
-        self.users: list[tuple[RecurrentLayer, Handler]] = []
-        users = self.users
-        self._before = vars(module).get("forward")  # of a module that accelerate has wrapped
-        forward = module.forward
-        active = forward if own is None else functools.partial(own, module)
-        names = list(inspect.signature(forward).parameters)
-        cache_place = next(names.index(name) for name in CACHE_NAMES if name in names)
-
-        @functools.wraps(type(module).forward)
-        def announced(this: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if this is not module:  # a deep copy of the module, which nobody intercepts
-                return type(this).forward(this, *args, **kwargs)
-            if not users:
-                return forward(*args, **kwargs)
-            cache = (
-                args[cache_place]
-                if len(args) > cache_place
-                else next((kwargs[name] for name in CACHE_NAMES if name in kwargs), None)
-            )
-            _active.stack.append((*users[-1], cache))
-            try:
-                return active(*args, **kwargs)
-            finally:
-                _active.stack.pop()
-
-        # a bound method, so that a deep copy of the module gets a method of the copy
-        self._forward = module.forward = MethodType(announced, module)
-
-    def remove(self, module: torch.nn.Module) -> None:
-        """Undo the replacement; if other code has wrapped the function since, it stays and has no effect."""
-        if vars(module).get("forward") is not self._forward:
-            return
-        if self._before is None:
-            del module.forward
-        else:
-            module.forward = self._before
-
-
-@contextmanager
-def _dispatching(module: str, name: str) -> Iterator[None]:
-    """Replace a function of a modeling file by a function that calls the handler of the active mixer."""
-    place, key = vars(sys.modules[module]), (module, name)
-    with _lock:
-        if key not in _replaced:
-            _replaced[key] = [place[name], 0]
-            place[name] = _dispatcher(place[name], name)
-        _replaced[key][1] += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _replaced[key][1] -= 1
-            if not _replaced[key][1]:
-                place[name] = _replaced.pop(key)[0]
-
-
-def _dispatcher(original: Any, name: str) -> Callable[..., Any]:
-    parameters = [x for x in inspect.signature(original).parameters.values() if x.kind is not x.VAR_KEYWORD]
-    names = [x.name for x in parameters]
-    defaults = {x.name: x.default for x in parameters if x.default is not x.empty}
-
-    def dispatch(*args: Any, **kwargs: Any) -> Any:
-        if not _active.stack:
-            return original(*args, **kwargs)
-        layer, handler, cache = _active.stack[-1]
-        given = defaults | dict(zip(names, args, strict=False)) | kwargs
-
-        decoding = name == layer.rule.decode
-        call = layer.rule.call(given, decoding)
-        repeats = call.tokens.q.shape[-2] // layer.layer.key_heads
-        if repeats > 1:  # transformers before 5.23 repeats the key heads of gdn for their value heads
-            q, k = (x[..., ::repeats, :] for x in call.tokens[:2])
-            call = call._replace(tokens=call.tokens._replace(q=q, k=k))
-        return (handler.decode if decoding else handler.prefill)(original, given, call, cache)
-
-    return dispatch

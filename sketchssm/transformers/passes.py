@@ -18,10 +18,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from sketchssm.arrays import interop
 from sketchssm.calibrate.sums import Accumulator
 from sketchssm.layer.recurrence import Tokens
-from sketchssm.transformers.modeling import Call, RecurrentLayer, block_of, intercepted, layers
+from sketchssm.transformers.interception import Handler, intercepted
+from sketchssm.transformers.modeling import Call, RecurrentLayer, block_of, layers
 from sketchssm.transformers.perturbation import divergence, noisy, output_weights
-from sketchssm.transformers.recording import check_no_cache, host_inputs
-from sketchssm.transformers.text import Ids, run_row
+from sketchssm.transformers.recording import check_no_cache, first_output, host_inputs
+from sketchssm.transformers.text import Ids, evaluating, run_row
 
 Mask = npt.NDArray[np.bool_]
 
@@ -67,7 +68,7 @@ def perturbation_shares(model: torch.nn.Module, row: Ids) -> dict[str, float]:
     with _prepared(model), torch.no_grad():
         exact, _ = run_row(model, row)
         for name, layer in layers(model).items():
-            with _hooked(block_of(model, layer), lambda block, args, named, out: _with_first(out, noisy(_first(out)))):
+            with _hooked(block_of(model, layer), _disturb):
                 shares[name] = divergence(exact, run_row(model, row)[0])
     return shares
 
@@ -80,12 +81,12 @@ def perturbed(model: torch.nn.Module, sums: Sums, row: Ids, shares: Mapping[str,
         for name, probe in probes.items():
             stack.enter_context(_hooked(block_of(model, found[name]), probe.after))
         stack.enter_context(_prepared(model))
-        stack.enter_context(intercepted(dict(probes), found))
+        stack.enter_context(intercepted(probes, found))
         stack.enter_context(torch.no_grad())
         run_row(model, row)
 
 
-class _Stream:
+class _Stream(Handler):
     """Passes one layer's inputs on during the forward pass, and runs the recurrence of transformers."""
 
     def __init__(self, layer: RecurrentLayer, sums: Sequence[Any], gradients: bool = False) -> None:
@@ -94,18 +95,14 @@ class _Stream:
         self._gradients = gradients
 
     def prefill(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
-        """See `sketchssm.transformers.modeling.Handler`."""
+        """See `sketchssm.transformers.interception.Handler`."""
         tokens = self._inputs(call, cache)
         result = run(**given)
         if not self._gradients:
             self._add(tokens)
-        elif (out := _first(result)).requires_grad:
+        elif (out := first_output(result)).requires_grad:
             out.register_hook(lambda grad: self._pass_on(tokens, grad))
         return result
-
-    def decode(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
-        """See `sketchssm.transformers.modeling.Handler`."""
-        raise AssertionError("rows run without a cache")
 
     def _inputs(self, call: Call, cache: Any) -> Tokens:
         """Inputs of a call, on the device if they are there: sums are computed there."""
@@ -136,7 +133,7 @@ class _Probe(_Stream):
         self._share = share
 
     def prefill(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
-        """See `sketchssm.transformers.modeling.Handler`."""
+        """See `sketchssm.transformers.interception.Handler`."""
         if self._other is None:
             self._seen = self._inputs(call, cache), run(**given)
             return self._seen[1]
@@ -148,12 +145,12 @@ class _Probe(_Stream):
         def rest(other: torch.Tensor) -> torch.Tensor:
             self._other = other
             try:
-                return _first(block.forward(*args, **named))
+                return first_output(block.forward(*args, **named))
             finally:
                 self._other = None
 
         tokens, result = self._seen
-        self._add(tokens, weight=output_weights(rest, _first(result), _first(whole)) * self._share)
+        self._add(tokens, weight=output_weights(rest, first_output(result), first_output(whole)) * self._share)
         del self._seen
 
 
@@ -168,10 +165,9 @@ class _Reached:
         self._seen.append(True)
 
 
-def _first(result: Any) -> torch.Tensor:
-    """The output of a function or block that may return more."""
-    out: torch.Tensor = result[0] if isinstance(result, tuple) else result
-    return out
+def _disturb(block: torch.nn.Module, args: Any, named: Any, result: Any) -> Any:
+    """Add noise to the output of a block: a forward hook."""
+    return _with_first(result, noisy(first_output(result)))
 
 
 def _with_first(result: Any, out: torch.Tensor) -> Any:
@@ -193,24 +189,20 @@ def _streamed(model: torch.nn.Module, sums: Mapping[str, Sequence[Any]], gradien
     """Pass the inputs of layers on while a model runs."""
     found = layers(model)
     handlers = {name: _Stream(found[name], own, gradients) for name, own in sums.items()}
-    with _prepared(model), intercepted(dict(handlers), found):
+    with _prepared(model), intercepted(handlers, found):
         yield
 
 
 @contextmanager
 def _prepared(model: torch.nn.Module) -> Iterator[None]:
     """Run a model in evaluation mode, without gradients of parameters and as it is, not compiled."""
-    training = [module for module in model.modules() if module.training]
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
-        model.eval()
         for parameter in wanted:
             parameter.requires_grad_(False)
-        with torch.compiler.set_stance("force_eager"):
+        with evaluating(model):
             yield
     finally:
-        for module in training:
-            module.training = True
         for parameter in wanted:
             parameter.requires_grad_(True)
 

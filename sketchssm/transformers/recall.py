@@ -11,10 +11,11 @@ import torch
 
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.tasks import Prompts, Score
-from sketchssm.transformers.evaluation import RowDecoder, inference
-from sketchssm.transformers.modeling import intercepted, layers
+from sketchssm.transformers.evaluation import RowDecoder
+from sketchssm.transformers.interception import intercepted
+from sketchssm.transformers.modeling import layers
 from sketchssm.transformers.patching import build_heads
-from sketchssm.transformers.text import check_ids, run_row
+from sketchssm.transformers.text import check_ids, evaluating, run_row
 
 
 def recall(
@@ -77,7 +78,7 @@ def recall(
     prefix = prompts.question - decoded
     decoders = {name: RowDecoder(head, found[name].rule, prefix, wiped) for name, head in heads.items()}
     said = []
-    with inference(model), intercepted(dict(decoders), found):
+    with evaluating(model), torch.no_grad(), intercepted(decoders, found):
         for i, row in enumerate(prompts.ids):
             if progress is not None:
                 progress(f"prompt {i + 1} of {len(prompts.ids)}")

@@ -14,7 +14,8 @@ import torch
 from sketchssm.calibrate.traces import Traces
 from sketchssm.layer.checks import check_items, check_writes
 from sketchssm.layer.recurrence import Tokens
-from sketchssm.transformers.modeling import Call, RecurrentLayer, intercepted, layers
+from sketchssm.transformers.interception import NO_CACHE, Handler, intercepted
+from sketchssm.transformers.modeling import Call, RecurrentLayer, layers
 
 Array = npt.NDArray[np.float32]
 
@@ -154,7 +155,7 @@ def record(model: torch.nn.Module, *, gradients: bool = False) -> Iterator[Recor
             hook = layer.module.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
             stack.callback(hook.remove)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(intercepted(dict(recording._handlers), found))
+        stack.enter_context(intercepted(recording._handlers, found))
         yield recording
 
 
@@ -181,10 +182,16 @@ def host_inputs(call: Call, cache: Any, layer: RecurrentLayer) -> Tokens:
 def check_no_cache(cache: Any) -> None:
     """Refuse a call with a cache."""
     if cache is not None:
-        raise ValueError("use_cache: expected False while layers are recorded, got a call with a cache")
+        raise ValueError(NO_CACHE)
 
 
-class _Recorder:
+def first_output(result: Any) -> torch.Tensor:
+    """The output of a function or block that may return more."""
+    out: torch.Tensor = result[0] if isinstance(result, tuple) else result
+    return out
+
+
+class _Recorder(Handler):
     """Keeps one layer's inputs, and runs the recurrence of transformers."""
 
     def __init__(self, layer: RecurrentLayer, gradients: bool) -> None:
@@ -194,20 +201,16 @@ class _Recorder:
         self.wants_gradients = gradients
 
     def prefill(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
-        """See `sketchssm.transformers.modeling.Handler`."""
+        """See `sketchssm.transformers.interception.Handler`."""
         first = len(self.tokens)
         inputs = host_inputs(call, cache, self._layer)
         for row in range(inputs.v.shape[0]):
             self.tokens.append(Tokens(*(None if x is None else x.copy() for x in inputs.at(row))))
         result = run(**given)
-        out = result[0] if isinstance(result, tuple) else result
+        out = first_output(result)
         if self.wants_gradients and out.requires_grad:
             out.register_hook(lambda grad: self._keep(first, grad))
         return result
-
-    def decode(self, run: Callable[..., Any], given: dict[str, Any], call: Call, cache: Any) -> Any:
-        """See `sketchssm.transformers.modeling.Handler`."""
-        raise ValueError("use_cache: expected False while layers are recorded, got a call with a cache")
 
     def _keep(self, first: int, gradient: torch.Tensor) -> None:
         for row, one in enumerate(gradient.detach().float().cpu().numpy()):

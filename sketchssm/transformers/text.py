@@ -1,8 +1,9 @@
-"""Text for calibration and evaluation: rows of token ids."""
+"""Text for calibration and evaluation: rows of token ids, and a model that runs over them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,19 @@ def check_ids(model: Any, rows: Sequence[Ids], name: str = "text") -> None:
         wrong = row[(row < 0) | (row >= known)]
         if wrong.size:
             raise ValueError(f"{name}: expected token ids from 0 to {known - 1}, got {wrong[0]}")
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Run a model in evaluation mode and as it is, not compiled."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def run_row(model: Any, row: Ids) -> tuple[torch.Tensor, torch.Tensor]:
