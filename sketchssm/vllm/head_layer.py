@@ -43,6 +43,11 @@ def side_bytes(vllm_config: Any) -> int:
     return max((-(-size // 16) * 16 for size in sizes), default=0)
 
 
+def with_side(spec: Any, size: int) -> Any:
+    """Add bytes behind the states to a description of blocks."""
+    return replace(spec, shapes=(*spec.shapes, (size,)), dtypes=(*spec.dtypes, torch.uint8))
+
+
 def heads_of(vllm_config: Any) -> list[Any]:
     """Layers of the model that may have heads, in the order in which they were made."""
     layers = vllm_config.compilation_config.static_forward_context.values()
@@ -171,9 +176,7 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
         """Describe the layer's blocks, with the parts behind the states."""
         spec = super().get_kv_cache_spec(vllm_config)
         extra = side_bytes(vllm_config) if self.active else 0
-        if not extra:
-            return spec
-        return replace(spec, shapes=(*spec.shapes, (extra,)), dtypes=(*spec.dtypes, torch.uint8))
+        return with_side(spec, extra) if extra else spec
 
     def get_attn_backend(self) -> Any:
         """Backend whose builders describe batches for heads."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,12 +60,12 @@ class HeadMamba2(HeadLayer):
     def _decode(self, projected: Any, output: Any, batch: BatchMetadata) -> None:
         mixed, dt = self._parts(projected)
         mixed = self._convolved(mixed, self.activation, batch)
-        out = output.view(len(mixed), self.recipe_layer.heads, -1)
+        out = output.view(len(mixed), -1, self.head_dim)
         self._advance(self.inputs(mixed, dt), batch, out)
         inputs.add_skip(out, self._values(mixed), self.D)
 
     def _values(self, mixed: Any) -> Any:
-        return self.split_hidden_states_B_C_fn(mixed)[0].view(len(mixed), self.recipe_layer.heads, -1)
+        return self.split_hidden_states_B_C_fn(mixed)[0].view(len(mixed), -1, self.head_dim)
 
     def inputs(self, mixed: Any, *gates: Any) -> tuple[Any, ...]:
         """Convert tokens behind the convolution, and raw steps."""
@@ -74,11 +73,6 @@ class HeadMamba2(HeadLayer):
         q, k = (y.view(len(mixed), -1, self.ssm_state_size) for y in (q, k))
         v, g = inputs.mamba_inputs(self._values(mixed), gates[0], self.A, self.dt_bias)
         return q, k, v, g, None
-
-    @cached_property
-    def recipe_layer(self) -> Layer:
-        """The layer, made once."""
-        return self.layer
 
 
 class HeadGatedDeltaNet(HeadLayer):

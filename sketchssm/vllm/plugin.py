@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,7 +15,7 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.platforms.interface import Platform
 
 from sketchssm.vllm import layers
-from sketchssm.vllm.head_layer import HeadLayer, settings_of, side_bytes
+from sketchssm.vllm.head_layer import HeadLayer, settings_of, side_bytes, with_side
 from sketchssm.vllm.metadata import logger
 from sketchssm.vllm.registry import CLASSES, TESTED, tested
 
@@ -81,16 +80,15 @@ def wider_states(vllm_config: Any) -> Iterator[None]:
         return
     config = vllm_config.model_config
     model, _ = ModelRegistry.resolve_model_cls(config.architecture, model_config=config)
-    more: dict[str, Any] = {
-        "get_mamba_state_shape_from_config": ((extra,),),
-        "get_mamba_state_dtype_from_config": (torch.uint8,),
+    more: dict[str, Callable[[Any], Any]] = {
+        "get_mamba_state_shape_from_config": lambda shapes: (*shapes, (extra,)),
+        "get_mamba_state_dtype_from_config": lambda dtypes: (*dtypes, torch.uint8),
     }
     if hasattr(model, "get_mamba_specs_from_config"):  # of models with several layouts of states
-        more["get_mamba_specs_from_config"] = None
+        more["get_mamba_specs_from_config"] = lambda specs: [with_side(spec, extra) for spec in specs]
     had = {name: vars(model).get(name) for name in more}
-    for name, part in more.items():
-        method = getattr(model, name)
-        setattr(model, name, _longer(method, part) if part else _wider(method, extra))
+    for name, add in more.items():
+        setattr(model, name, _extended(getattr(model, name), add))
     try:
         yield
     finally:
@@ -101,15 +99,5 @@ def wider_states(vllm_config: Any) -> Iterator[None]:
                 setattr(model, name, method)
 
 
-def _longer(method: Any, part: tuple[Any, ...]) -> Any:
-    return staticmethod(lambda *args: (*method(*args), *part))
-
-
-def _wider(method: Any, extra: int) -> Any:
-    def specs(*args: Any) -> list[Any]:
-        return [
-            replace(spec, shapes=(*spec.shapes, (extra,)), dtypes=(*spec.dtypes, torch.uint8))
-            for spec in method(*args)
-        ]
-
-    return staticmethod(specs)
+def _extended(method: Any, add: Callable[[Any], Any]) -> Any:
+    return staticmethod(lambda *args: add(method(*args)))
