@@ -87,6 +87,12 @@ def test_help_is_instant():
     assert all(name in done.stdout for name in COMMANDS)
 
 
+def test_the_package_runs_as_a_module():
+    command = [sys.executable, "-m", "sketchssm", "info", "none"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 2 and "Error: plans: expected a file" in done.stderr
+
+
 def test_calibrate_then_evaluate(traces, tmp_path):
     plan_file = tmp_path / "plan.safetensors"
     settings = ["--mean-rank", 3, "--window", 8, "--map", "ridge", "--ridge", 0.02]
@@ -132,6 +138,8 @@ def test_calibrate_limits_ranks_to_those_of_cuda(tmp_path):
     settings = ["--window", 8, "--method", "uniform", "--mean-rank"]
     refused = invoke("calibrate", traces, "--out", plan, *settings, 20, code=2)
     assert "mean_rank: expected at most 16 for a uniform rank, got 20" in " ".join(refused.output.split())
+    first = invoke("calibrate", traces, "--out", plan, "--method", "uniform", "--rank-max", 5, code=2)
+    assert "layer: mean_rank: expected at most 5 for a uniform rank, got 7" in " ".join(first.stderr.split())
     invoke("calibrate", traces, "--out", plan, *settings, 16)
     assert SketchPlan.load(plan).ranks.tolist() == [16]
 

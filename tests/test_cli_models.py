@@ -204,14 +204,16 @@ def test_plans_for_a_time(folder, tmp_path):
     assert "seconds: expected at least" in invoke("calibrate", *timed, 1e-3, code=2).stderr
 
 
-def test_a_calibration_is_kept_where_no_plans_meet_the_budget(folder, tmp_path):
-    """It has taken the time. Its joint scores are those of the plans' format."""
+def test_a_budget_that_no_plans_meet_is_refused_first(folder, tmp_path):
+    """Joint scores of a calibration are those of the plans' format."""
     kept, out = tmp_path / "c.safetensors", tmp_path / "p.safetensors"
     arguments = ["--model", folder, "--text", folder / "text.txt", *SHORT, "--window", 4, "--method", "error"]
     more = ["--sketch-dtype", "bfloat16", "--keep", kept, "--out", out]
-    result = invoke("calibrate", *arguments, "--reduction", 99, *more, code=2)
-    assert "Written:" in result.stdout
-    assert "reduction: expected at most" in result.stderr
+    assert "reduction: expected at most" in invoke("calibrate", *arguments, "--reduction", 99, *more, code=2).stderr
+    uniform = ["--method", "uniform", "--mean-rank", 8, "--keep", kept, "--out", out]
+    assert "for a uniform rank, got 8" in invoke("calibrate", *arguments[:-2], *uniform, code=2).stderr
+    assert not kept.exists()
+    invoke("calibrate", *arguments, "--reduction", 1.5, *more)
     invoke("calibrate", "--from", kept, "--reduction", 1.5, "--sketch-dtype", "bfloat16", "--out", out)
 
 

@@ -27,7 +27,7 @@ KNOW_FRAMEWORKS = {
 # The rooms of the package, from the ground up: a room imports only rooms before it.
 ROOMS = (
     *("layer", "arrays", "plans", "reference", "cpu", "cuda", "calibrate", "heads", "study", "serving"),
-    *("models", "torch", "transformers", "vllm", "cli"),
+    *("models", "torch", "transformers", "vllm", "cli", "__main__"),
 )
 
 

@@ -26,7 +26,7 @@ from sketchssm.calibrate.sums import common_weighting
 from sketchssm.layer.checks import check_items, check_number, check_size
 from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.layer.recurrence import FULL_STATE, check_choice, check_instance
+from sketchssm.layer.recurrence import FULL_STATE, Layer, check_choice, check_instance
 from sketchssm.layer.residual import check_residual_bits
 from sketchssm.plans import traffic
 from sketchssm.reference.recurrence import Array
@@ -161,11 +161,11 @@ def allocate_ranks(
         raise ValueError(f"rank_max: expected at most the largest scored rank, {width}, got {rank_max}")
     table, most = _actions(layers, default if method == "uniform" else method, cost, rank_max or width)
     check_mean_rank(mean_rank)
-    if method == "uniform" and mean_rank > most:
-        raise ValueError(f"mean_rank: expected at most {most} for a uniform rank, got {mean_rank!r}")
+    if method == "uniform":
+        _check_uniform(mean_rank, most)
 
     with np.errstate(over="ignore"):  # an infinite budget is one
-        budget = sum(layer.layer.heads * cost.read(layer, np.asarray(mean_rank)).item() for layer in layers)
+        budget = sum(layer.layer.heads * cost.of(layer, np.asarray(mean_rank)).item() for layer in layers)
     if method == "uniform":
         bound = table.bound(budget)
         choice = (table.rank == int(mean_rank)).argmax(axis=1)
@@ -176,7 +176,7 @@ def allocate_ranks(
     objective, used = table.totals(choice)
     ends = np.cumsum([layer.layer.heads for layer in layers])[:-1]
     ranks = np.split(table.taken(choice)[0], ends)
-    after = sum(float(cost.read(layer, own, traffic.sketch).sum()) for layer, own in zip(layers, ranks, strict=True))
+    after = sum(float(cost.of(layer, own, traffic.sketch).sum()) for layer, own in zip(layers, ranks, strict=True))
     shapes = [layer.layer for layer in layers]
     before = sum(shape.heads * traffic.standard(shape.key_dim, shape.value_dim) for shape in shapes)
     spent = Traffic(used, before / after)
@@ -206,6 +206,28 @@ def check_mean_rank(mean_rank: Any) -> None:
     check_number("mean_rank", mean_rank, "a finite number of at least 1", lambda number: 1 <= number < np.inf)
 
 
+def check_uniform(
+    mean_rank: float,
+    layers: Sequence[Layer],
+    window: int,
+    *,
+    map: str | CoefficientMap,
+    sketch_dtype: str,
+    residual_bits: int,
+    rank_max: int,
+) -> None:
+    """Refuse, before any scores of up to `rank_max`, a mean rank that the method "uniform" can't give every head."""
+    cost = _Cost(CoefficientMap.of(map), SketchFormat.of(sketch_dtype), residual_bits)
+    ranks = np.arange(1, rank_max + 1)
+    fits = (cost.fits(x, window, ranks, min(x.key_dim, x.value_dim)) for x in layers)
+    _check_uniform(mean_rank, min(int(ranks[own].max(initial=0)) for own in fits))
+
+
+def _check_uniform(mean_rank: float, most: int) -> None:
+    if mean_rank > most:
+        raise ValueError(f"mean_rank: expected at most {most} for a uniform rank, got {mean_rank!r}")
+
+
 class _Cost(NamedTuple):
     """Cost of ranks in a map and format, beside a residual."""
 
@@ -213,12 +235,20 @@ class _Cost(NamedTuple):
     form: SketchFormat
     residual_bits: int
 
-    def read(self, layer: RankScores, rank: npt.NDArray[Any], count: Any = traffic.sketch_read) -> Array:
+    def of(self, scores: RankScores, rank: npt.NDArray[Any], count: Any = traffic.sketch_read) -> Array:
         """Bytes of a read between flushes, or with `traffic.sketch` of a token, flushes included."""
-        shape = layer.layer.kind, layer.layer.key_dim, layer.layer.value_dim
+        return self.read(scores.layer, scores.window, rank, count)
+
+    def read(self, layer: Layer, window: int, rank: npt.NDArray[Any], count: Any = traffic.sketch_read) -> Array:
+        """See `of`."""
         form = {"sketch_dtype": self.form.name, "residual_bits": self.residual_bits}
-        found: Array = count(*shape, rank, layer.window, self.map, **form)
+        found: Array = count(layer.kind, layer.key_dim, layer.value_dim, rank, window, self.map, **form)
         return found
+
+    def fits(self, layer: Layer, window: int, ranks: npt.NDArray[Any], rank_max: int) -> npt.NDArray[Any]:
+        """Which ranks a head can take: up to `rank_max`, with fewer bytes than the full read."""
+        full = float(self.read(layer, window, np.asarray(FULL_STATE)))
+        return (ranks <= rank_max) & (self.read(layer, window, ranks) < full)
 
 
 def _actions(layers: Sequence[RankScores], method: str, cost: _Cost, rank_max: int) -> tuple[Actions, int]:
@@ -229,9 +259,8 @@ def _actions(layers: Sequence[RankScores], method: str, cost: _Cost, rank_max: i
     ranks = np.arange(1, rank_max + 1)
     tables, limits = [], []
     for layer in layers:
-        full = float(cost.read(layer, np.asarray(FULL_STATE)))
-        used = cost.read(layer, ranks)
-        fits = (ranks <= layer.rank_max) & (used < full)
+        full, used = float(cost.of(layer, np.asarray(FULL_STATE))), cost.of(layer, ranks)
+        fits = cost.fits(layer.layer, layer.window, ranks, layer.rank_max)
         curves, reads = layer.objective(method), layer.noise_objective(method)
         score = np.full((layer.layer.heads, ranks.size + 1), np.inf)
         score[:, :-1][:, fits] = curves[:, ranks[fits]] + cost.form.noise * reads[:, ranks[fits]]

@@ -9,17 +9,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.calibrate.allocation import METHODS, Allocation, allocate_ranks
+from sketchssm.calibrate.allocation import METHODS, Allocation, allocate_ranks, check_uniform
 from sketchssm.calibrate.basis import fit_basis
-from sketchssm.calibrate.joint_allocation import MAP, allocate_joint
+from sketchssm.calibrate.joint_allocation import MAP, allocate_joint, check_reduction
 from sketchssm.calibrate.joint_scores import JointScores
 from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.calibrate.traces import Traces
-from sketchssm.layer.checks import check_items
+from sketchssm.cuda import MAX_RANK
+from sketchssm.layer.checks import check_items, check_size
 from sketchssm.layer.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.layer.recurrence import FULL_STATE, Layer, check_choice, check_instance
+from sketchssm.layer.recurrence import FULL_STATE, Layer, check_choice, check_instance, check_window
 from sketchssm.layer.residual import STEPS, check_residual_bits
 from sketchssm.plans import traffic
 from sketchssm.plans.basis import SketchBasis
@@ -79,10 +80,8 @@ class Calibrated:
         self, bits: Sequence[int] = tuple(STEPS), sketch_dtype: str = "int8", method: str | None = None
     ) -> JointScores:
         """Score ranks with residuals of some bits, with the gradients of the traces unless the method is "error"."""
+        self.traces.check_method(method)
         held_out, grad = self.traces.score_part()
-        known = ("error",) if grad is None else ("gradient", "error")
-        if method not in (None, *known):
-            raise ValueError(f"method: expected {' or '.join(map(repr, known))} of these traces, got {method!r}")
         scores = JointScores(self.basis, bits=bits, sketch_dtype=sketch_dtype)
         scores.update(*held_out, grad=None if method == "error" else grad)
         return scores
@@ -162,6 +161,30 @@ def residual_settings(
         raise ValueError(
             f"reduction: expected None with the method 'uniform', which has a mean rank, got {reduction!r}"
         )
+    return chosen, form, bits
+
+
+def check_settings(
+    layers: Sequence[Layer],
+    window: int,
+    mean_rank: float,
+    reduction: float | None,
+    rank_max: int | None,
+    *,
+    map: str | CoefficientMap | None,
+    sketch_dtype: str | None,
+    residual_bits: int,
+    method: str | None,
+) -> tuple[CoefficientMap, str, Sequence[int]]:
+    """See `residual_settings`; refuses, before any sums, a budget that no plans of the layers meet."""
+    chosen, form, bits = residual_settings(map, sketch_dtype, residual_bits, method, reduction)
+    check_window(window)
+    most = MAX_RANK if rank_max is None else check_size("rank_max", rank_max)
+    if reduction is not None:
+        check_reduction(reduction, layers, window, form, bits)
+    elif method == "uniform":
+        own: Any = {"map": chosen, "sketch_dtype": form, "residual_bits": residual_bits, "rank_max": most}
+        check_uniform(mean_rank, layers, window, **own)
     return chosen, form, bits
 
 

@@ -133,19 +133,22 @@ def _from_traces(
 ) -> None:
     """Make one plan for each trace file."""
     from sketchssm.calibrate.calibration import Calibration, LayerCalibration, StoredBasis, make_plans
-    from sketchssm.calibrate.plans import calibrate, residual_settings
+    from sketchssm.calibrate.plans import calibrate, check_settings, residual_settings
     from sketchssm.calibrate.traces import Traces, named_errors
     from sketchssm.cli.output import save_plans
     from sketchssm.cuda import MAX_RANK
 
     made: Any = {name: x for name, x in vars(settings).items() if name != "window"}
     _, form, bits = residual_settings(**made, reduction=reduction)
-    layers, tokens = {}, 0
+    layers, tokens, rank = {}, 0, mean_rank or 0.0
     with output.progress("calibrating", len(traces)) as step:
         for path, file in zip(traces, map(str, files), strict=True):
             step(f"calibrating {path.name}")
             recorded = Traces.load(path)
             with named_errors(recorded):
+                recorded.check_method(settings.method)
+                if len(traces) == 1 or settings.method == "uniform":  # more layers may share a reduction
+                    check_settings([recorded.layer], settings.window, rank, reduction, rank_max, **made)
                 most = rank_max or min(MAX_RANK, recorded.layer.key_dim, recorded.layer.value_dim)
                 layer = calibrate(recorded, settings.window, most)
                 joint = layer.joint(bits, form, settings.method) if bits and settings.method != "uniform" else None
@@ -168,13 +171,11 @@ def _of_model(
     **budget: Any,
 ) -> None:
     """Make one file with the plans of a model, and a file of its calibration to keep."""
-    from sketchssm.calibrate.plans import residual_settings
-    from sketchssm.transformers import calibrate, collect, import_calibration
+    from sketchssm.calibrate.plans import check_settings
+    from sketchssm.transformers import calibrate, collect, import_calibration, layers
     from sketchssm.transformers.calibration import progress_steps
 
     chosen = vars(settings) | budget
-    made = settings.map, settings.sketch_dtype, settings.residual_bits, settings.method
-    _, form, bits = residual_settings(*made, budget["reduction"])
     if imported is not None:
         calibration = import_calibration(imported, source.load_model(), budget["rank_max"])
     else:
@@ -184,12 +185,13 @@ def _of_model(
             if keep is None:
                 _write_plans(calibrate(model, rows, progress=step, **run, **chosen), out, output)
                 return
+            _, form, bits = check_settings([x.layer for x in layers(model).values()], **chosen)
             sizes: Any = {name: chosen[name] for name in ("window", "method", "rank_max")}
             if bits:
                 sizes["sketch_dtype"] = form
             calibration = collect(model, rows, progress=step, **run, **sizes)
     if keep is not None:
-        calibration.save(keep)  # first: it has taken the time, and a budget may be out of reach
+        calibration.save(keep)
         output.say(f"Written: {keep}")
     plans = calibration.plans(**{name: x for name, x in chosen.items() if name not in ("window", "rank_max")})
     _write_plans(plans, out, output)

@@ -13,10 +13,9 @@ from sketchssm.arrays import interop
 from sketchssm.calibrate.allocation import METHODS, budget_of
 from sketchssm.calibrate.basis import fit_basis
 from sketchssm.calibrate.calibration import Calibration, LayerCalibration, StoredBasis
-from sketchssm.calibrate.joint_allocation import check_reduction
 from sketchssm.calibrate.joint_scores import WINDOWS, JointScores
 from sketchssm.calibrate.moments import Moments
-from sketchssm.calibrate.plans import residual_settings
+from sketchssm.calibrate.plans import check_settings
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.cuda import MAX_RANK
 from sketchssm.layer.checks import check_items, check_size
@@ -136,17 +135,12 @@ def calibrate(
     >>> plans.save("plans.safetensors")  # doctest: +SKIP
     """
     rank, reduction = budget_of(mean_rank, reduction, map, method)
-    map, sketch_dtype, bits = residual_settings(map, sketch_dtype, residual_bits, method, reduction)
+    form: Any = {"map": map, "sketch_dtype": sketch_dtype, "residual_bits": residual_bits, "method": method}
+    shapes = [x.layer for x in layers(model).values()]
+    map, sketch_dtype, bits = check_settings(shapes, window, rank, reduction, rank_max, **form)
     joint = bool(bits) and method != "uniform"
     if prompts is not None and (not bits or method not in (None, "gradient")):
         raise ValueError(f"prompts: expected None without residuals and the method 'gradient', got {method!r}")
-    shapes = [x.layer for x in layers(model).values()]
-    if reduction is not None:
-        check_reduction(reduction, shapes, check_window(window), sketch_dtype, bits)
-    limit = MAX_RANK if rank_max is None else check_size("rank_max", rank_max)
-    most = min(min(limit, x.key_dim, x.value_dim) for x in shapes)
-    if method == "uniform" and rank > most:
-        raise ValueError(f"mean_rank: expected at most {most} for a uniform rank, got {rank!r}")
     collected = collect(
         model,
         text,
