@@ -9,7 +9,9 @@ import numpy as np
 from sketchssm.cpu.jit import njit
 from sketchssm.cpu.layout import COMMIT, DRAFT, FLUSH, STEP, Record
 from sketchssm.cpu.simd import integers, short_integers
-from sketchssm.layer.slots import DRAFTED_SHIFT, DUE, EXACT, POSITION
+from sketchssm.layer.slots import DRAFTED_SHIFT, DUE, EXACT, POSITION, drafted
+
+_drafted = njit(drafted)
 
 
 @njit
@@ -37,12 +39,6 @@ def position(m: Record, slot: int) -> int:
 
 
 @njit
-def _drafted(word: int) -> int:
-    """Drafted tokens of a word."""
-    return word >> DRAFTED_SHIFT & 15
-
-
-@njit
 def flushes(m: Record, row: int) -> bool:
     """Whether a row flushes in this step with its token, or in this draft call before its drafts."""
     slot = integers(m.rows)[row]
@@ -66,8 +62,8 @@ def _flushes(m: Record, word: int, tokens: int) -> bool:
 def accepted(m: Record, row: int) -> int:
     """Drafts that a row keeps."""
     slot = integers(m.rows)[row]
-    drafted = min(_drafted(_word(m, slot)), m.window - 1 - position(m, slot))
-    return min(max(integers(m.counts)[row], 0), drafted)
+    most = min(_drafted(_word(m, slot)), m.window - 1 - position(m, slot))
+    return min(max(integers(m.counts)[row], 0), most)
 
 
 @njit
@@ -77,9 +73,9 @@ def advance(m: Record) -> None:
     word = np.int64(clock[0])
     if m.clocked:
         word = _clock(m, word)
-    drafted = _drafted(np.int64(clock[0]))
     # a commit without drafts of the clock's is no stroke
-    stroke = 0 if m.task == DRAFT or (m.task == COMMIT and drafted == 0) else word & DUE
+    still = m.task == DRAFT or (m.task == COMMIT and _drafted(np.int64(clock[0])) == 0)
+    stroke = 0 if still else word & DUE
     for row in range(m.batch):
         slot = integers(m.rows)[row]
         if slot < 0:
@@ -106,7 +102,7 @@ def _clock(m: Record, word: int) -> int:
     if m.task == DRAFT:
         return (0 if _flushes(m, word, m.length) else word & POSITION) | m.length << DRAFTED_SHIFT
     if m.task == COMMIT:
-        drafted = _drafted(word)
-        word = (word & (POSITION | DUE)) + drafted
-        return word | (DUE if _flushes(m, word, drafted) else 0)
+        count = _drafted(word)
+        word = (word & (POSITION | DUE)) + count
+        return word | (DUE if _flushes(m, word, count) else 0)
     return word

@@ -76,9 +76,7 @@ def field(c: Record, head: int, column: int) -> int:
 class Packing:
     """Places of the parts of every head, and the arrays that all slots share."""
 
-    table: (
-        Array  # (heads, 13): a head's rank, the rows of its map, the bits of its residual, and where its parts begin
-    )
+    table: Array  # (heads, COLUMNS)
     omega: Array  # float32 bases of all heads, and in `pi` by rows
     pi: Array
     runs: tuple[Run, ...]  # arrays of a slot

@@ -149,10 +149,7 @@ def _share(m: Record, at: Record, worker: int) -> None:
         for t in range(count):
             place = row * m.length + t
             _take(m, at, buf, place, head)
-            if not m.erases:
-                _write(m, at, buf, place * m.heads + head, state, first)
-            else:
-                _erase_write(m, at, buf, place * m.heads + head, state, first)
+            _update(m, at, buf, place * m.heads + head, state, first)
             if m.state_type != FLOAT32:
                 # drafts are rounded as well, but not stored
                 if m.task == DRAFT:
@@ -192,35 +189,20 @@ def _take(m: Record, at: Record, buf: Pointer, place: int, head: int) -> None:
 
 
 @njit
-def _write(m: Record, at: Record, buf: Pointer, place: int, state: Pointer, first: int) -> None:
-    """Decay, write and read row by row, without erasing."""
+def _update(m: Record, at: Record, buf: Pointer, place: int, state: Pointer, first: int) -> None:
+    """Decay, erase, write and read row by row. A row stays in the first cache meanwhile."""
     for v in range(m.value_dim):
-        row = first + v * m.keys
-        value = splat(floats(m.in_v)[place * m.value_dim + v])
-        read = splat(np.float32(0.0))
+        row, value = first + v * m.keys, floats(m.in_v)[place * m.value_dim + v]
+        if m.erases:
+            predicted = splat(np.float32(0.0))
+            for c in range(0, m.keys, LANES):
+                decayed = load(buf, at.decay + c) * load(state, row + c)
+                predicted = fma(decayed, load(buf, at.inputs + m.keys + c), predicted)
+            value = floats(m.in_beta)[place] * (value - total(predicted))
+        write, read = splat(value), splat(np.float32(0.0))
         for c in range(0, m.keys, LANES):
             decayed = load(buf, at.decay + c) * load(state, row + c)
-            new = fma(value, load(buf, at.inputs + m.keys + c), decayed)
-            store(state, row + c, new)
-            read = fma(new, load(buf, at.inputs + c), read)
-        floats(m.out)[place * m.value_dim + v] = total(read)
-
-
-@njit
-def _erase_write(m: Record, at: Record, buf: Pointer, place: int, state: Pointer, first: int) -> None:
-    """Decay, erase, write and read row by row, for gdn and kda. A row stays in the first cache meanwhile."""
-    beta = floats(m.in_beta)[place]
-    for v in range(m.value_dim):
-        row = first + v * m.keys
-        predicted = splat(np.float32(0.0))
-        for c in range(0, m.keys, LANES):
-            decayed = load(buf, at.decay + c) * load(state, row + c)
-            predicted = fma(decayed, load(buf, at.inputs + m.keys + c), predicted)
-        value = splat(beta * (floats(m.in_v)[place * m.value_dim + v] - total(predicted)))
-        read = splat(np.float32(0.0))
-        for c in range(0, m.keys, LANES):
-            decayed = load(buf, at.decay + c) * load(state, row + c)
-            new = fma(value, load(buf, at.inputs + m.keys + c), decayed)
+            new = fma(write, load(buf, at.inputs + m.keys + c), decayed)
             store(state, row + c, new)
             read = fma(new, load(buf, at.inputs + c), read)
         floats(m.out)[place * m.value_dim + v] = total(read)
