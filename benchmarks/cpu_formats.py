@@ -20,7 +20,6 @@ from cpu_reports import new_report, write
 import sketchssm as ss
 from sketchssm.cpu.workers import worker_count
 from sketchssm.layer.formats import FORMATS, SketchFormat
-from sketchssm.layer.recurrence import Tokens
 from sketchssm.study import bench
 from sketchssm.study.bench.workloads import token_at
 from sketchssm.study.evaluate.measure import relative_error
@@ -32,7 +31,7 @@ def measure(shape: str, rank: int, batch: int, rounds: int, formats: list[str]) 
     """Rows of one shape and mean rank; times in microseconds."""
     layer = bench.SHAPES[shape]
     tokens = bench.random_tokens(layer, batch, WINDOW)
-    one = Tokens(*(None if x is None else x[:1] for x in tokens))
+    one = tokens.at(np.s_[:1])
     steps = [token_at(tokens, t) for t in range(WINDOW)]
     start = np.random.default_rng(0).standard_normal((1, *layer.state_shape)).astype(np.float32)
     heads, rows = [], []

@@ -37,9 +37,8 @@ def errors_of(system, work, drafts, got, steps):
     wants, plain = [], []
     for t in range(work.window):
         if t + drafts < work.window:
-            tokens = Tokens(*(None if x is None else x[:, t : t + drafts] for x in row))
-            wants.append(twin.step(*tokens, draft=True)[0])
-        plain.append(twin.step(*(None if x is None else x[:, t : t + 1] for x in row))[0, 0])
+            wants.append(twin.step(*row.at(np.s_[:, t : t + drafts]), draft=True)[0])
+        plain.append(twin.step(*row.at(np.s_[:, t : t + 1]))[0, 0])
     pairs = (got, np.stack(wants)), (steps, np.stack(plain))
     return [float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in pairs]
 

@@ -38,7 +38,6 @@ from sketchssm.heads.registry import BACKENDS
 from sketchssm.layer.checks import UnsupportedError
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.formats import SketchFormat
-from sketchssm.layer.recurrence import Tokens
 from sketchssm.reference import maps, quantise
 from sketchssm.reference.codes import sketched_read, split_form, stored
 from sketchssm.reference.recurrence import run
@@ -63,7 +62,7 @@ NOISE_RANKS = (8, 16)
 def whole_windows(tokens):
     """Tokens up to the end of the last whole window."""
     whole = tokens.v.shape[1] // WINDOW * WINDOW
-    return Tokens(*(None if x is None else x[:, :whole] for x in tokens))
+    return tokens.at(np.s_[:, :whole])
 
 
 def collect_windows(layer, tokens):

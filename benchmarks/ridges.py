@@ -125,7 +125,7 @@ def collect_windows(layer, tokens):
     """States ``(n, heads, K, V)`` at window starts, and the queries ``(n, heads, W - 1, K)`` that read them."""
     whole = tokens.v.shape[1] // WINDOW * WINDOW
     found = []
-    part = Tokens(*(None if x is None else x[:, :whole] for x in tokens))
+    part = tokens.at(np.s_[:, :whole])
     walk(layer, host_tokens(layer, *part), WINDOW, found.append)
     return [np.concatenate(parts) for parts in ([r.state for r in found], [r.queries for r in found])]
 

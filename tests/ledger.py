@@ -1,7 +1,6 @@
 """What a head's monitor should measure, from raw tokens and states in float64; shared by tests of all backends."""
 
 import numpy as np
-from samples import at
 
 from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE
@@ -29,10 +28,10 @@ class Ledger:
         """Let the head decode tokens ``(batch, tokens, ...)``, one a call."""
         for t in range(tokens.v.shape[1]):
             states = np.array(self.host(self.head.state), np.float64)
-            found = self.host(self.head.step(*at(tokens, np.s_[:, t]), slots=slots))
+            found = self.host(self.head.step(*tokens.at(np.s_[:, t]), slots=slots))
             for row, slot in enumerate(slots):
                 ring = self.rings[slot]
-                ring.append(per_head(self.head.layer, at(tokens, (row, t))))
+                ring.append(per_head(self.head.layer, tokens.at((row, t))))
                 position = self.host(self.head.position)[slot]
                 assert not (position and self.exact[slot])
                 if position:

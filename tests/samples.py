@@ -75,11 +75,6 @@ def raw_of(rng, layer, batch, length):
     return rng.standard_normal((batch, length, layer.heads, layer.key_dim)).astype(np.float32)
 
 
-def at(tokens, index):
-    """The same slice of every input: ``at(tokens, np.s_[:, 3])`` is each row's token 3."""
-    return Tokens(*(None if x is None else x[index] for x in tokens))
-
-
 def states_of(rng, layer, batch, dtype=np.float32):
     """States whose energy decreases over key directions, like that of real layers."""
     fall = 0.7 ** (np.arange(layer.key_dim) * (1 if layer.key_dim <= 128 else 0.25))  # float32 holds the squares

@@ -49,7 +49,10 @@ def search(**settings):
         (lambda: ss.autoplan(PLAN, error=1.0), "layers: expected a sequence of Traces, got SketchPlan"),
         (lambda: ss.GateInput([0.0], [1.0]).check(None), "layer: expected a Layer, got NoneType"),
         (lambda: ss.Traces(LAYER, TOKENS, tuple(TOKENS)), "test: expected a Tokens, got tuple"),
-        (lambda: ss.StandardHead(LAYER, 1 << 31), "num_slots: expected at most 2147483647"),
+        (
+            lambda: ss.StandardHead(LAYER, 1 << 31),
+            "num_slots: expected an integer from 1 to 2147483647, got 2147483648",
+        ),
         (lambda: gdn(scale=np.ones(3)), r"scale: expected a finite number, got array"),
         (lambda: gdn(eps=1e-5, l2norm=False), r"eps: expected None with l2norm=False"),
         (lambda: ss.models.mamba2_inputs(X, DT, A, X, X, dt_limit=(0, 1, 2)), r"dt_limit: expected 0 <= low <= high"),

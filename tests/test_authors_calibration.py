@@ -20,7 +20,6 @@ from sketchssm.reference.window import Ring, effective_query
 if "SKETCHSSM_AUTHORS" not in os.environ:
     pytest.skip("SKETCHSSM_AUTHORS is not set", allow_module_level=True)
 yaml = pytest.importorskip("yaml")
-from samples import at  # noqa: E402
 from tiny_models import make, prompt, st, torch  # noqa: E402
 
 W, RANK = 16, 6
@@ -39,9 +38,9 @@ def trace_of(layer, tokens, grad):
     """States at the starts of windows, effective queries and gradients of the tokens that read through a sketch."""
     heads, parts = Tokens(*(None if x is None else x.swapaxes(1, 2) for x in per_head(layer, tokens))), ([], [], [])
     for start in range(W, tokens.v.shape[1] - W + 1, W):
-        parts[0].append(run(layer, *at(tokens, np.s_[:, :start]))[1])
+        parts[0].append(run(layer, *tokens.at(np.s_[:, :start]))[1])
         each = [
-            effective_query(heads.q[:, :, t], Ring(*at(heads, np.s_[:, :, start : t + 1])[1:]))
+            effective_query(heads.q[:, :, t], Ring(*heads.at(np.s_[:, :, start : t + 1])[1:]))
             for t in range(start, start + W - 1)
         ]
         parts[1].append(np.stack(each, axis=-1))

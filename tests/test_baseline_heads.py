@@ -5,7 +5,7 @@ import pytest
 
 # The tests of all heads run here with this module's fixtures.
 from decode_systems import SLOTS, WINDOW
-from samples import LAYERS, at, relative, states_of, tokens_of
+from samples import LAYERS, relative, states_of, tokens_of
 from test_head_calls import TestArrays, TestRefusals
 from test_heads import TestSeveralTokens, TestSlots, TestStates
 
@@ -71,7 +71,7 @@ class TestBackends:
                 head.load_state(start)
                 loaded.append(head.state.astype(np.float64))
             alike = self.alike(*loaded, step)
-            want, got = (head.step(*at(tokens, np.s_[:, t])) for head in heads)
+            want, got = (head.step(*tokens.at(np.s_[:, t])) for head in heads)
             assert relative(got[alike], want[alike]) < FLOAT32
             alike &= self.alike(*(head.state.astype(np.float64) for head in heads), step)
             total, moved = total + alike.size, moved + int((~alike).sum())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import LAYERS, at, refused, relative, states_of, tokens_of
+from samples import LAYERS, refused, relative, states_of, tokens_of
 
 import sketchssm as ss
 from sketchssm.layer.recurrence import KINDS
@@ -132,7 +132,7 @@ class TestGhost:
         inputs = per_head(layer, tokens)
         state = np.zeros((2, layer.heads, layer.key_dim, layer.value_dim))
         for t in range(12):
-            state, output = step(state, *(None if x is None else x[:, t] for x in inputs))
+            state, output = step(state, *inputs.at(np.s_[:, t]))
             for row, h, n in np.ndindex(2, layer.heads, layer.key_dim):
                 query = inputs.q[row, t, h]
                 controllability, observability = np.sum(state[row, h, n] ** 2), query[n] ** 2
@@ -149,7 +149,7 @@ class TestGhost:
         whole, parts = ss.ChannelScores(layer), ss.ChannelScores(layer)
         whole.update(*tokens)
         for part in (np.s_[:2], np.s_[2:]):
-            parts.update(*at(tokens, part))
+            parts.update(*tokens.at(part))
         assert relative(parts.scores, whole.scores) < ROUNDING
         assert parts.tokens == whole.tokens == 30
 

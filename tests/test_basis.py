@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from samples import LAYERS, at, parts_of, refused, relative, tokens_of
+from samples import LAYERS, parts_of, refused, relative, tokens_of
 
 import sketchssm as ss
 from sketchssm.layer.coefficients import MAPS
@@ -136,7 +136,7 @@ def test_no_samples():
     moments = ss.Moments("kda", 2, 8, 4)
     refused("moments: expected samples .*, got none: .* longer than the window of 16", ss.fit_basis, moments)
     tokens = tokens_of(np.random.default_rng(0), moments.layer, 2, 40)
-    for empty in (at(tokens, np.s_[:, :16]), tokens._replace(q=0 * tokens.q, k=0 * tokens.k)):
+    for empty in (tokens.at(np.s_[:, :16]), tokens._replace(q=0 * tokens.q, k=0 * tokens.k)):
         moments.update(*empty)
         refused("moments: expected samples", ss.fit_basis, moments)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from samples import REPEATED, at, plan_of, reflections, relative, states_of, tokens_of
+from samples import REPEATED, plan_of, reflections, relative, states_of, tokens_of
 
 import sketchssm.cpu.replay as cpu_replay
 import sketchssm.cpu.sketch as cpu_sketch
@@ -202,7 +202,7 @@ def test_drafts_are_steps_bit_for_bit(system, layer, before, accepted, state_dty
     if before + n > window - 1:
         twin.flush(slots)
     if accepted:
-        want = outputs(twin, "step", at(drafts, np.s_[:, :accepted]), slots)
+        want = outputs(twin, "step", drafts.at(np.s_[:, :accepted]), slots)
         np.testing.assert_array_equal(got[:, :accepted], want)
     np.testing.assert_array_equal(outputs(engine, "step", last, slots), outputs(twin, "step", last, slots))
     np.testing.assert_array_equal(engine.state, twin.state)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from host import fixtures
 from ledger import Ledger
-from samples import at, plan_of, states_of, tokens_of
+from samples import plan_of, states_of, tokens_of
 from test_errors import call, continue_exactly, go_on_exactly
 
 import sketchssm as ss
@@ -72,7 +72,7 @@ def test_errors_of_reads_at_flush_tokens(layer, window, activation, form, plan, 
         tokens.beta[1, :window] = 1.5
     ledger = Ledger(head, SLOTS)
     head.load_state(states_of(rng, layer, SLOTS))
-    ledger.step(type(tokens)(*(None if x is None else x[:1, :3] for x in tokens)), [2])
+    ledger.step(tokens.at(np.s_[:1, :3]), [2])
     ledger.step(tokens, [0, 2, 3])
     ledger.check(TOLERANCE["residual" if plan.residual_bits.any() else form])
     np.testing.assert_array_equal(head.errors().samples, [2, 0, 2, 2])
@@ -141,7 +141,7 @@ def test_each_row_of_a_large_batch_decides(phase, rng):
         head = ss.SketchHead(plan, rows, backend, sketch_dtype="float32", monitor=2, phase=phase, **own)
         head.warmup()
         head.load_state(states)
-        outs = [head.step(*at(tokens, np.s_[:, t]), slots=slots) for t, slots in enumerate(table)]
+        outs = [head.step(*tokens.at(np.s_[:, t]), slots=slots) for t, slots in enumerate(table)]
         return np.stack(outs), head.errors()
 
     sums = decoded("cpu")[1]

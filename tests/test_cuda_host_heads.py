@@ -8,7 +8,7 @@ import pytest
 from gpu.cuda_support import EXACT, STORED, error
 from host import fixtures, standin
 from host.heads import BFLOAT16, LAYER, OnDevice, head_with, narrow, sketch, tokens_of
-from samples import at, refused
+from samples import refused
 
 import sketchssm as ss
 from sketchssm.cuda import frameworks, workspaces
@@ -84,7 +84,7 @@ class TestDevice:
     def test_memory_is_used_as_it_is(self, rng, monkeypatch):
         """No array is allocated or copied after the first step with the same memory."""
         head, twin = sketch(), sketch("reference")
-        tokens = narrow(at(tokens_of(rng), np.s_[:, 0]), standin.asarray)
+        tokens = narrow(tokens_of(rng).at(np.s_[:, 0]), standin.asarray)
         out, slots = standin.empty(tokens.v.shape, BFLOAT16), standin.asarray(np.array([1, -1, 3]))
         for index in (slots, slots.astype(np.int32)):
             head.reset()

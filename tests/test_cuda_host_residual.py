@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from host import fixtures
-from samples import at, plan_of, relative, states_of, tokens_of
+from samples import plan_of, relative, states_of, tokens_of
 from test_residual import check_size
 
 import sketchssm as ss
@@ -192,7 +192,7 @@ def test_drafts_read_residuals(kind, activation):
     tokens = narrow(tokens) if activation == "bfloat16" else tokens
 
     def step(which, first, end, **options):
-        given = at(tokens, np.s_[:, first:end])
+        given = tokens.at(np.s_[:, first:end])
         return which.step(*given, slots=[1, 3], out=np.zeros(given.v.shape, np.float32), **options)
 
     for each in (head, twin):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger import Ledger
-from samples import LAYERS, at, one_block, plan_of, refused, states_of, tokens_of
+from samples import LAYERS, one_block, plan_of, refused, states_of, tokens_of
 
 import sketchssm as ss
 from sketchssm.layer.recurrence import FULL_STATE
@@ -89,7 +89,7 @@ def call(ledger, rng, name, slots, count):
             if not head.position[slot]:
                 ledger.rings[slot] = []
         head.commit([0, 1], slots[:2])
-        ledger.rings[slots[1]].append(per_head(layer, at(tokens, (1, 0))))
+        ledger.rings[slots[1]].append(per_head(layer, tokens.at((1, 0))))
     elif name == "flush":
         head.flush(some)
         for slot in some:
@@ -148,7 +148,7 @@ def continue_exactly(head_of, tokens, states, tolerance):
 
     watched = head_of()
     change = LEAST_SAMPLES * watched.monitor * watched.window - (watched.monitor - 1) * watched.window
-    decoded(watched, at(tokens, np.s_[:, :change]))
+    decoded(watched, tokens.at(np.s_[:, :change]))
     sums = watched.errors([2, 1])
     errors = sums.error.sum(1) / sums.energy.sum(1)
     over, under = np.argsort(-errors)

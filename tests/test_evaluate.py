@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from samples import at, map_of
+from samples import map_of
 from test_traces import write_traces
 
 from sketchssm.calibrate.allocation import allocate_ranks
@@ -200,7 +200,7 @@ LISTS = (
 @pytest.fixture(scope="module", params=SHIPPED)
 def traces(request):
     whole = Traces.shipped(request.param)
-    return Traces(whole.layer, at(whole.calib, np.s_[:2, :64]), at(whole.test, np.s_[:1, :64]))
+    return Traces(whole.layer, whole.calib.at(np.s_[:2, :64]), whole.test.at(np.s_[:1, :64]))
 
 
 def listed(traces, window=8, **keywords):

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 from decode_systems import head_of
-from samples import LAYERS, at, gate_of, plan_of, raw_of, refused, states_of, tokens_of
+from samples import LAYERS, gate_of, plan_of, raw_of, refused, states_of, tokens_of
 
 import sketchssm as ss
 from sketchssm.layer.recurrence import FULL_STATE, Layer
@@ -125,9 +125,9 @@ class TestHeads:
         start, slots = states_of(rng, LAYER, 3), [2, -1, 0]
         for each, g in ((head, a), (twin, gate.log_decays(a).astype(WIDE[backend]))):
             each.load_state(start, slots=slots)
-            each.step(*at(tokens, np.s_[:, :-1])._replace(g=g[:, :-1]), slots=slots)
+            each.step(*tokens.at(np.s_[:, :-1])._replace(g=g[:, :-1]), slots=slots)
         for each, g in ((head, a), (twin, gate.log_decays(a).astype(WIDE[backend]))):
-            each.last = each.step(*at(tokens, np.s_[:, -1])._replace(g=g[:, -1]), slots=slots)
+            each.last = each.step(*tokens.at(np.s_[:, -1])._replace(g=g[:, -1]), slots=slots)
         np.testing.assert_array_equal(head.last, twin.last)
         np.testing.assert_array_equal(head.position, twin.position)
         for each in (head, twin):

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from decode_systems import SLOTS, WINDOW, head_of
-from samples import LAYERS, at, plan_of, refused, same, states_of, tokens_of
+from samples import LAYERS, plan_of, refused, same, states_of, tokens_of
 from test_heads import make, system
 
 import sketchssm as ss
@@ -43,7 +43,7 @@ class TestArrays:
     def test_inputs_stay_as_they_were(self, make, backend, layer, several, rng):
         # the engine's type, so that the head makes no copy
         dtype = {"reference": np.float64, "cpu": np.float32}[backend]
-        tokens = at(tokens_of(rng, layer, 2, 2 * WINDOW, dtype), np.s_[:, :] if several else np.s_[:, 0])
+        tokens = tokens_of(rng, layer, 2, 2 * WINDOW, dtype).at(np.s_[:, :] if several else np.s_[:, 0])
         kept = [None if x is None else x.copy() for x in tokens]
         head, twin = make(), make()
         for x in tokens:
@@ -74,7 +74,7 @@ class TestArrays:
     @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
     @pytest.mark.parametrize("several", [False, True])
     def test_out_is_filled_and_returned(self, make, layer, dtype, several, rng):
-        tokens = at(tokens_of(rng, layer, 2, 3), np.s_[:, :] if several else np.s_[:, 0])
+        tokens = tokens_of(rng, layer, 2, 3).at(np.s_[:, :] if several else np.s_[:, 0])
         head, twin = make(), make()
         out = np.full((*tokens.v.shape, 2), np.nan, dtype)[..., 0]  # strided
         assert head.step(*tokens, out=out) is out
@@ -84,7 +84,7 @@ class TestArrays:
     @pytest.mark.parametrize("several", [False, True])
     def test_a_fitting_out_is_written_itself(self, make, backend, layer, several, rng):
         """For a contiguous `out` of the engine's type, also a view; other rows of the viewed array do not change."""
-        tokens = at(tokens_of(rng, layer, 2, WINDOW + 1), np.s_[:, :] if several else np.s_[:, 0])
+        tokens = tokens_of(rng, layer, 2, WINDOW + 1).at(np.s_[:, :] if several else np.s_[:, 0])
         head, twin = make(), make()
         whole = np.full((4, *tokens.v.shape[1:]), 7.0, np.float64 if backend == "reference" else np.float32)
         assert np.may_share_memory(head.step(*tokens, out=whole[1:3]), whole)
@@ -177,7 +177,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("several", [False, True])
     def test_step(self, heads, layer, several, rng):
-        tokens = at(tokens_of(rng, layer, 2, WINDOW), np.s_[:, :] if several else np.s_[:, 0])
+        tokens = tokens_of(rng, layer, 2, WINDOW).at(np.s_[:, :] if several else np.s_[:, 0])
         for change, error, message in bad_steps(layer, tokens):
             with pytest.raises(error, match="^" + re.escape(message)):
                 heads[0].step(**(tokens._asdict() | change))
@@ -229,7 +229,7 @@ class TestSharing:
             rows = np.s_[slot : slot + 1]
             head.reset([slot])
             head.load_state(start[rows], slots=[slot])
-            outputs = [head.step(*at(tokens, (rows, t)), slots=[slot]) for t in range(12)]
+            outputs = [head.step(*tokens.at((rows, t)), slots=[slot]) for t in range(12)]
             head.flush([slot])
             return np.stack(outputs)
 

@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from samples import LAYERS, at, gate_of, one_block, plan_of, raw_of, refused, relative, same, states_of, tokens_of
+from samples import LAYERS, gate_of, one_block, plan_of, raw_of, refused, relative, same, states_of, tokens_of
 
 import sketchssm as ss
 from sketchssm.layer.recurrence import FULL_STATE
@@ -58,9 +58,9 @@ def decode(head, rng, slots, count=WINDOW + 2):
     """Decode some tokens and drafts of some slots; return all outputs."""
     tokens = tokens_of(rng, head.layer, len(slots), count, np.float64)
     outputs = [head.step(*tokens, slots=slots)]
-    outputs.append(head.step(*at(tokens, np.s_[:, :3]), slots=slots, draft=True, lengths=[3] * len(slots)))
+    outputs.append(head.step(*tokens.at(np.s_[:, :3]), slots=slots, draft=True, lengths=[3] * len(slots)))
     head.commit([2] * len(slots), slots)
-    return np.concatenate([*outputs, head.step(*at(tokens, np.s_[:, :2]), slots=slots)], axis=1)
+    return np.concatenate([*outputs, head.step(*tokens.at(np.s_[:, :2]), slots=slots)], axis=1)
 
 
 class TestParts:
@@ -183,10 +183,10 @@ class TestMemory:
         own = memory["state"].reshape(-1)[: np.prod(shape)].reshape(shape)  # what the first row's flush overwrites
         if own.dtype == head.state.dtype:
             for t in range(WINDOW + 1):
-                one = at(tokens, np.s_[:, t])
+                one = tokens.at(np.s_[:, t])
                 want = twin.step(*one._replace(v=own.copy()))
                 np.testing.assert_array_equal(head.step(*one._replace(v=own)), want)
-        refused("out: expected memory apart from the head's", head.step, *at(tokens, np.s_[:, 0]), out=own)
+        refused("out: expected memory apart from the head's", head.step, *tokens.at(np.s_[:, 0]), out=own)
         same(head, twin)
 
 
@@ -241,7 +241,7 @@ class TestStateTypes:
         length = 1 if system == "standard" else WINDOW
         unit = float(np.finfo(np.float16).eps) if state_dtype == "float16" else 2.0**-7
         for t in range(0, 3 * WINDOW, length):
-            part = at(tokens, np.s_[:, t : t + length])
+            part = tokens.at(np.s_[:, t : t + length])
             output = head.step(*part)
             want, new = run(layer, *part, state=state)
             assert relative(output[:, -1], want[:, -1]) < EXACT[backend]
@@ -254,7 +254,7 @@ class TestStateTypes:
 class TestDrafts:
     def test_single_tokens_have_no_axis(self, make, layer, rng):
         head, twin = make(), make()
-        tokens = at(tokens_of(rng, layer, 3, 1), np.s_[:, 0])
+        tokens = tokens_of(rng, layer, 3, 1).at(np.s_[:, 0])
         output = head.step(*tokens, draft=True, lengths=[1, 0, 1])
         want = twin.step(*tokens)
         np.testing.assert_array_equal(output[[0, 2]], want[[0, 2]])
@@ -285,7 +285,7 @@ class TestDrafts:
             each.step(*tokens, draft=True, lengths=[2, 1])
         for call, message in (
             (lambda: head.step(*tokens_of(rng, layer, 2, 4), draft=True), "draft: expected 1 to 3 tokens"),
-            (lambda: head.step(*at(tokens, np.s_[:, :0]), draft=True), "draft: expected 1 to 3 tokens"),
+            (lambda: head.step(*tokens.at(np.s_[:, :0]), draft=True), "draft: expected 1 to 3 tokens"),
             (lambda: head.step(*tokens, lengths=[1, 1]), "lengths: expected None without draft=True"),
             (lambda: head.step(*tokens, draft="no"), "draft: expected a bool, got 'no'"),
             (lambda: head.step(*tokens, draft=np.array([1, 0])), "draft: expected a bool, got array([1, 0])"),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from decode_systems import RANKS, SLOTS, SYSTEMS, WINDOW, head_of, maker
-from samples import at, plan_of, relative, reset_after_nan, same, states_of, tokens_of
+from samples import plan_of, relative, reset_after_nan, same, states_of, tokens_of
 
 import sketchssm as ss
 from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
@@ -31,7 +31,7 @@ def make(system, backend, layer):
 
 def singly(head, tokens, **options):
     """Decode tokens with one call each."""
-    outputs = [head.step(*at(tokens, np.s_[:, t]), **options) for t in range(tokens.v.shape[1])]
+    outputs = [head.step(*tokens.at(np.s_[:, t]), **options) for t in range(tokens.v.shape[1])]
     return np.stack(outputs, axis=1)
 
 
@@ -44,7 +44,7 @@ class TestExactness:
         head.load_state(start)
         want, _ = run(layer, *tokens, state=start)
         for t in range(3 * WINDOW):
-            output = head.step(*at(tokens, np.s_[:, t]))
+            output = head.step(*tokens.at(np.s_[:, t]))
             flushed = system == "standard" or (t + 1) % WINDOW == 0
             exact, full = flushed or system == "replay", RANKS == FULL_STATE
             if exact:
@@ -52,7 +52,7 @@ class TestExactness:
             elif system == "sketch":
                 assert relative(output[:, full], want[:, t, full]) < SHADOW[backend]
             if flushed:
-                state = run(layer, *at(tokens, np.s_[:, : t + 1]), state=start)[1]
+                state = run(layer, *tokens.at(np.s_[:, : t + 1]), state=start)[1]
                 assert relative(head.state[:3], state) < EXACT[backend]
             assert np.isfinite(output).all()
         np.testing.assert_array_equal(head.state[3:], 0)
@@ -129,7 +129,7 @@ class TestSlots:
         head, twin = make(), make()
         tokens = tokens_of(rng, layer, 2, 3)
         for empty in (np.s_[:0], np.s_[:0, 0], np.s_[:, :0]):
-            some = at(tokens, empty)
+            some = tokens.at(empty)
             assert head.step(*some, slots=[0, 1][: some.v.shape[0]]).shape == some.v.shape
         same(head, twin)
 
@@ -140,7 +140,7 @@ class TestSlots:
         full = head.step(*tokens, slots=[3, 1, 4, 0, 2])
         for row, slot in enumerate([2, 0, 1, 4, 3]):
             np.testing.assert_array_equal(
-                alone.step(*at(tokens, np.s_[row : row + 1]), slots=[slot]), full[row : row + 1]
+                alone.step(*tokens.at(np.s_[row : row + 1]), slots=[slot]), full[row : row + 1]
             )
 
 
@@ -221,7 +221,7 @@ def test_all_rows_flush_together(backend, layer, phase, rng):
         slots = np.flatnonzero(joined <= t)
         for slot in np.flatnonzero(joined == t):
             head.load_state(states_of(rng, layer, 1), [slot])
-        head.step(*at(tokens, np.s_[slots, t]), slots=slots)
+        head.step(*tokens.at(np.s_[slots, t]), slots=slots)
         since_stroke = (t + 1 + phase) % WINDOW
         np.testing.assert_array_equal(head.position[slots], np.minimum(since_stroke, t + 1 - joined[slots]))
 

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from samples import LAYERS, at, refused, relative, tokens_of
+from samples import LAYERS, refused, relative, tokens_of
 
 import sketchssm as ss
 from sketchssm.reference.recurrence import run
@@ -92,7 +92,7 @@ class TestKeyReduction:
         """Folded keys too. A longer key would erase more than the state holds, and states would grow without bound."""
         tokens = tokens_of(rng, self.layer, 3, 400, np.float64)
         moments = ss.KeyMoments(self.layer)
-        moments.update(*at(tokens, np.s_[:, :10]))
+        moments.update(*tokens.at(np.s_[:, :10]))
         head = ss.KeyReducedHead(moments.reduce(0.5), 3, "reference")
         tokens.g[...] = 0.0
         tokens.beta[...] = 1.0
@@ -103,7 +103,7 @@ class TestKeyReduction:
         whole, parts = ss.KeyMoments(self.layer), ss.KeyMoments(self.layer)
         whole.update(*tokens)
         for part in (np.s_[:, :5], np.s_[:, 5:]):
-            parts.update(*at(tokens, part))
+            parts.update(*tokens.at(part))
         for name in ("key_gram", "query_gram"):
             assert relative(getattr(parts, name), getattr(whole, name)) < ROUNDING
         assert parts.tokens == 36

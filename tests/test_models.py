@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from samples import refused
 
-from sketchssm.layer.checks import check_gates, check_tokens
+from sketchssm.layer.calls import check_gates, check_tokens
 from sketchssm.layer.recurrence import Layer
 from sketchssm.models import gdn_inputs, kda_inputs, mamba2_inputs, mamba2_output, prefill_state
 

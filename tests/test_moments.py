@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import LAYERS, at, parts_of, refused, relative, tokens_of
+from samples import LAYERS, parts_of, refused, relative, tokens_of
 
 import sketchssm as ss
 from sketchssm.calibrate import windows
@@ -51,14 +51,14 @@ def brute_force(layer, tokens):
     state_gram = np.zeros((layer.heads, layer.key_dim, layer.key_dim))
     query_gram, samples = np.zeros_like(state_gram), np.zeros(layer.heads, dtype=int)
     for start in range(0, length, W):
-        start_state = run(layer, *at(tokens, np.s_[:, 0:start]))[1]
+        start_state = run(layer, *tokens.at(np.s_[:, 0:start]))[1]
         for t in range(start, min(start + W - 1, length)):
             for b in range(batch):
                 for h in range(layer.heads):
                     S0 = start_state[b, h].T
                     if not S0.any():
                         continue
-                    ring = Ring(*(at(heads, np.s_[b, start : t + 1, h])[1:]))
+                    ring = Ring(*(heads.at(np.s_[b, start : t + 1, h])[1:]))
                     x = effective_query(heads.q[b, t, h], ring)
                     state_gram[h] += S0 @ S0.T
                     query_gram[h] += np.outer(x, x)
@@ -107,7 +107,7 @@ def test_any_cut_gives_the_same_sums(made, harsh, kind, cuts, row, grouped, grad
         for start, stop in zip([0, *cuts], [*cuts, 23], strict=True):
             part = rows, slice(start, stop)
             with mock.patch.object(windows, "HOST_BYTES", 1 if grouped else windows.HOST_BYTES):
-                carry = own.update(*at(tokens, part), carry=carry, **more(part))
+                carry = own.update(*tokens.at(part), carry=carry, **more(part))
         assert carry.position == end.position == 23 % W
         # the same operations in the same order, except for the batch of BLAS calls
         np.testing.assert_allclose(carry.state, end.state[rows], rtol=1e-10, atol=1e-13)
@@ -207,7 +207,7 @@ def test_only_like_moments_add(other):
         (lambda t: t._replace(v=1e60 * t.v), ValueError, "q, k, v: .*at most 1e.100, got .*are keys normalised"),
         (lambda t: t._replace(v=1e180 * t.v), ValueError, "q, k, v: .*at most 1e.100, got"),
         (lambda t: t._replace(q=t.q[..., :-1]), ValueError, "q: "),
-        (lambda t: at(t, np.s_[:, 0]), ValueError, "v: expected shape"),
+        (lambda t: t.at(np.s_[:, 0]), ValueError, "v: expected shape"),
         (lambda t: t._replace(k=t.k.astype(complex)), TypeError, "k: "),
     ],
 )
@@ -254,7 +254,7 @@ def test_carry_refusals():
     tokens = make_traces(layer, 2, W + 2, 10)
     moments = moments_of(layer)
     carry = moments.update(*tokens)
-    refused("carry: state: expected shape", moments.update, *at(tokens, np.s_[:1]), carry=carry)
+    refused("carry: state: expected shape", moments.update, *tokens.at(np.s_[:1]), carry=carry)
     refused("carry: .*fewer than 2", ss.Moments("gdn", 4, 6, 5, 2, window=2).update, *tokens, carry=carry)
     refused("carry: .*beta", moments.update, *tokens, carry=Carry(carry.state, carry.ring._replace(beta=None)))
 

@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from samples import LAYERS, at, relative, states_of, tokens_of
+from samples import LAYERS, relative, states_of, tokens_of
 
 from sketchssm.layer.recurrence import KINDS, Layer
 from sketchssm.reference.recurrence import per_head, run, step, transition
@@ -122,8 +122,8 @@ class TestRun:
         layer = LAYERS[kind]
         tokens = tokens_of(rng, layer, 2, 9)
         output, state = run(layer, *tokens)
-        first, middle = run(layer, *at(tokens, np.s_[:, :4]), state=np.zeros((2, *layer.state_shape)))
-        second, end = run(layer, *at(tokens, np.s_[:, 4:]), state=middle)
+        first, middle = run(layer, *tokens.at(np.s_[:, :4]), state=np.zeros((2, *layer.state_shape)))
+        second, end = run(layer, *tokens.at(np.s_[:, 4:]), state=middle)
         # not to the last bit: NumPy sums in the order of the memory, and a state handed over lies K last
         assert relative(np.concatenate([first, second], axis=1), output) < FLOAT64
         assert relative(end, state) < FLOAT64
@@ -136,12 +136,12 @@ class TestRun:
         tokens = tokens_of(rng, layer, 2, 5)
         tokens.g[:, -1] = -np.inf
         _, state = run(layer, *tokens, state=states_of(rng, layer, 2))
-        last = at(tokens, np.s_[:, -1:])
+        last = tokens.at(np.s_[:, -1:])
         np.testing.assert_array_equal(state, run(layer, *last._replace(g=np.zeros_like(last.g)))[1])
 
     def test_refuses_a_call_without_tokens_axis(self, rng):
         with pytest.raises(ValueError, match="expected shape"):
-            run(LAYERS["gdn"], *at(tokens_of(rng, LAYERS["gdn"], 2, 5), np.s_[:, 0]))
+            run(LAYERS["gdn"], *tokens_of(rng, LAYERS["gdn"], 2, 5).at(np.s_[:, 0]))
 
     def test_refuses_a_state_of_another_shape(self, rng):
         layer = LAYERS["gdn"]
@@ -155,7 +155,7 @@ class TestRun:
 def test_step_and_transition_agree(kind, rng):
     """A token that writes nothing applies its transition to the state."""
     layer = LAYERS[kind]
-    token = per_head(layer, at(tokens_of(rng, layer, 2, 1, harsh=True), np.s_[:, 0]))
+    token = per_head(layer, tokens_of(rng, layer, 2, 1, harsh=True).at(np.s_[:, 0]))
     state = states_of(rng, layer, 2, np.float64).swapaxes(-1, -2)
     after, output = step(state, *token._replace(v=np.zeros_like(token.v)))
     moved = transition(token.k, token.g, token.beta) @ state

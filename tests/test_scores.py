@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from samples import LAYERS, at, refused, tokens_of
+from samples import LAYERS, refused, tokens_of
 
 import sketchssm as ss
 from sketchssm.arrays.space import Space
@@ -44,13 +44,13 @@ def brute_force(layer, omega, tokens, grad, weight=None):
     error, paired, weighted = np.zeros((3, layer.heads, ranks))
     samples = np.zeros(layer.heads, dtype=int)
     for start in range(W, length, W):
-        start_state = run(layer, *at(tokens, np.s_[:, :start]))[1]
+        start_state = run(layer, *tokens.at(np.s_[:, :start]))[1]
         for t in range(start, min(start + W - 1, length)):
             for b, h in np.ndindex(batch, layer.heads):
                 S0 = start_state[b, h].T
                 if not S0.any():
                     continue
-                x = effective_query(heads.q[b, t, h], Ring(*at(heads, np.s_[b, start : t + 1, h])[1:]))
+                x = effective_query(heads.q[b, t, h], Ring(*heads.at(np.s_[b, start : t + 1, h])[1:]))
                 slope = grad[b, t, h]
                 square = slope @ slope if weight is None else weight[b, t, h] * layer.value_dim
                 for G in range(ranks):

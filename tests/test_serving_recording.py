@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 import pytest
-from samples import LAYERS, at, gate_of, raw_of, refused, tokens_of
+from samples import LAYERS, gate_of, raw_of, refused, tokens_of
 
 torch = pytest.importorskip("torch")
 
@@ -86,7 +86,7 @@ def serve(made, records, tokens, first, rows, group="g"):
     with made.working():
         for chunk in choice.chunks:
             for name, record in records.items():
-                own = at(tokens[name], np.s_[0, first : first + chunk.tokens])
+                own = tokens[name].at(np.s_[0, first : first + chunk.tokens])
                 record.add([torch.from_numpy(x) for x in own if x is not None], None)
     return choice
 

@@ -4,7 +4,7 @@ import gc
 
 import numpy as np
 import pytest
-from samples import LAYERS, at, plan_of, refused, same, states_of, tokens_of
+from samples import LAYERS, plan_of, refused, same, states_of, tokens_of
 
 import sketchssm as ss
 
@@ -59,7 +59,7 @@ def test_eager(make, layer, backend, rng):
     layered.load_state(torch.from_numpy(states), torch.from_numpy(ROWS))
     twin.load_state(states, ROWS)
     for t in range(COUNT):
-        given = at(tokens, np.s_[:, t])
+        given = tokens.at(np.s_[:, t])
         want = twin.step(*given, slots=ROWS)
         out = torch.empty(want.shape) if t % 2 else None
         got = layered(*tensors_of(given), torch.from_numpy(ROWS), out=out)
@@ -78,7 +78,7 @@ def test_gradients(make, rng):
     """Under enabled gradients, calls refuse tensors that require them: eager ones, and compiled ones when traced."""
     layer = LAYERS["gdn"]
     layered, twin = DecodeLayer(make(layer)), make(layer)
-    tokens = tensors_of(at(tokens_of(rng, layer, BATCH, 1), np.s_[:, 0]))
+    tokens = tensors_of(tokens_of(rng, layer, BATCH, 1).at(np.s_[:, 0]))
     state, out = torch.zeros(1, *layer.state_shape, requires_grad=True), torch.zeros_like(tokens[2])
     tokens[0].requires_grad_()
     calls = [(lambda: layered(*tokens), "q"), (lambda: layered(*tokens, out=out), "q")]
@@ -113,7 +113,7 @@ def test_compiled_calls_stay_in_order(make, layer, backend, rng):
 
     run, made = compiled(model)
     for t in range(0, 3 * COUNT, 3):
-        given = [at(tokens, np.s_[:, t + i]) for i in range(3)]
+        given = [tokens.at(np.s_[:, t + i]) for i in range(3)]
         out = torch.full(given[0].v.shape, torch.nan)
         got = run(*map(tensors_of, given), torch.from_numpy(states), rows, out)
         twin.load_state(2 * states, ROWS)
@@ -149,7 +149,7 @@ def test_drafts_in_a_graph(make, layer, backend, rng):
         twin.commit(accepted, ROWS)
         twin.copy([4], [1])
         kept |= set(accepted.tolist())
-        token = at(tokens_of(rng, layer, BATCH, 1), np.s_[:, 0])
+        token = tokens_of(rng, layer, BATCH, 1).at(np.s_[:, 0])
         np.testing.assert_array_equal(layered(*tensors_of(token), rows), twin.step(*token, slots=ROWS))
     assert kept == {0, 1, 2}
     assert len(made) == 1
@@ -168,7 +168,7 @@ def test_several_layers_in_one_graph(make, rng):
 
     run, _ = compiled(both)
     for t in range(COUNT):
-        given = [at(x, np.s_[:, t]) for x in tokens]
+        given = [x.at(np.s_[:, t]) for x in tokens]
         got = run(*map(tensors_of, given), torch.from_numpy(ROWS))
         for i in range(2):
             np.testing.assert_array_equal(got[i], twins[i].step(*given[i], slots=ROWS + 1 - i))
@@ -183,11 +183,11 @@ def test_batches_of_any_size_share_a_graph(make, backend, rng):
     run, made = compiled(lambda given, rows: layered(*given, rows))
     for batch in (2, 3, 5, 1, SLOTS):
         given = tokens_of(rng, layer, batch, 1)
-        tensors, rows = tensors_of(at(given, np.s_[:, 0])), torch.arange(batch)
+        tensors, rows = tensors_of(given.at(np.s_[:, 0])), torch.arange(batch)
         for x in (*tensors, rows):
             if x is not None and batch > 1:
                 torch._dynamo.mark_dynamic(x, 0)
-        want = twin.step(*at(given, np.s_[:, 0]), slots=np.arange(batch))
+        want = twin.step(*given.at(np.s_[:, 0]), slots=np.arange(batch))
         np.testing.assert_array_equal(run(tensors, rows), want)
     assert len(made) <= 2  # one for all sizes, and one for a single row, which PyTorch specialises
     same(layered.head, twin)
@@ -202,7 +202,7 @@ def test_generated_code_copies_nothing(make, rng):
     layer = LAYERS["gdn"]
     layered, twin = DecodeLayer(make(layer)), make(layer)
     tokens = tokens_of(rng, layer, BATCH, 2)
-    given = [tensors_of(at(tokens, np.s_[:, t])) for t in range(2)]
+    given = [tensors_of(tokens.at(np.s_[:, t])) for t in range(2)]
     out = torch.empty(given[0][2].shape)
 
     @torch.compile(fullgraph=True)
@@ -211,8 +211,8 @@ def test_generated_code_copies_nothing(make, rng):
         return layered(*two) + 1
 
     got, (code, *_) = run_and_get_code(model, *given, out)
-    np.testing.assert_array_equal(out, twin.step(*at(tokens, np.s_[:, 0])))
-    np.testing.assert_array_equal(got, twin.step(*at(tokens, np.s_[:, 1])) + 1)
+    np.testing.assert_array_equal(out, twin.step(*tokens.at(np.s_[:, 0])))
+    np.testing.assert_array_equal(got, twin.step(*tokens.at(np.s_[:, 1])) + 1)
     assert code.count("torch.ops.sketchssm.step_out.default(") == 1
     assert code.count("= torch.ops.sketchssm.step.default(") == 1
     assert "clone" not in code
@@ -222,7 +222,7 @@ def test_generated_code_copies_nothing(make, rng):
 def repeatable(layered, layer, rng):
     """Arguments of each operator with which it can be called again and again with the same outcome."""
     head = layered.order, layered.name
-    token = tensors_of(at(tokens_of(rng, layer, BATCH, 1), np.s_[:, 0]))
+    token = tensors_of(tokens_of(rng, layer, BATCH, 1).at(np.s_[:, 0]))
     rows, none, draft = torch.from_numpy(ROWS), torch.zeros(BATCH, dtype=torch.int64), {"draft": True}
     token = [None if x is None else x[:, None] for x in token]
     return {
@@ -266,7 +266,7 @@ def test_errors_reach_the_caller(make, rng):
     """The head's error names the argument, also from a compiled graph, and nothing has been written."""
     layer = LAYERS["gdn"]
     layered, twin = DecodeLayer(make(layer)), make(layer)
-    given = tensors_of(at(tokens_of(rng, layer, BATCH, 1), np.s_[:, 0]))
+    given = tensors_of(tokens_of(rng, layer, BATCH, 1).at(np.s_[:, 0]))
     run, _ = compiled(lambda given, rows: layered(*given, rows))
     for call in (layered, lambda *x: run(x[:-1], x[-1])):
         refused("slots: expected .* got 6", call, *given, torch.tensor([0, 1, SLOTS]))
@@ -277,7 +277,7 @@ def test_errors_reach_the_caller(make, rng):
 def test_inference_mode(make, modes, rng):
     """A layer that is made in one mode works in the other."""
     made, used = (getattr(torch, mode) for mode in modes.split())
-    token = tensors_of(at(tokens_of(rng, LAYERS["gdn"], BATCH, 1), np.s_[:, 0]))
+    token = tensors_of(tokens_of(rng, LAYERS["gdn"], BATCH, 1).at(np.s_[:, 0]))
     with made():
         layer, twin = DecodeLayer(make(LAYERS["gdn"])), make(LAYERS["gdn"])
     function, _ = compiled(layer)
@@ -289,7 +289,7 @@ def test_inference_mode(make, modes, rng):
 def test_a_moved_layer_computes_nothing(make, rng):
     """A layer that was moved to "meta" with its model refuses tensors that have values."""
     layer = LAYERS["gdn"]
-    given = tensors_of(at(tokens_of(rng, layer, BATCH, 1), np.s_[:, 0]))
+    given = tensors_of(tokens_of(rng, layer, BATCH, 1).at(np.s_[:, 0]))
     rows = torch.from_numpy(ROWS)
     layered = DecodeLayer(make(layer), "moved").to("meta")
     with pytest.raises(RuntimeError, match=r"order: expected a tensor with memory, got one on 'meta'; .* 'moved'"):

@@ -231,7 +231,7 @@ def test_bad_plans(qwen):
     for plans, came in (({}, "none"), (None, "NoneType"), (3, "int")):
         refused(f"plans: expected plans by the names of layers, got {came}$", st.patch, qwen, plans)
     refused("plans: expected a SketchPlan for", st.patch, qwen, {"model.layers.0.linear_attn": "replay"})
-    refused("slots: expected a positive integer, got 0", st.patch, qwen, "replay", slots=0)
+    refused("slots: expected an integer from 1 to 2147483647, got 0", st.patch, qwen, "replay", slots=0)
 
 
 def test_a_window_is_for_replay(qwen):

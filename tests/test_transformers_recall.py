@@ -83,7 +83,7 @@ def test_training_mode_returns(qwen):
 def test_bad_arguments(qwen):
     prompts = asked(qwen, 2)
     for decoded in (-1, 61, True, 2.0):
-        refused("decoded: expected 0 to 60 tokens of the", st.recall, qwen, prompts, "standard", decoded=decoded)
+        refused("decoded: expected an integer from 0 to 60", st.recall, qwen, prompts, "standard", decoded=decoded)
     for given in ({"decoded": 2}, {"wiped": True}, {"window": 4}, {"state_dtype": "bfloat16"}):
         refused("plans: expected heads for decoded, wiped, window and keywords of", st.recall, qwen, prompts, **given)
     prompts.ids[1, 3] = 64

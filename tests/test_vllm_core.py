@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from samples import LAYERS, at, plan_of, relative, tokens_of
+from samples import LAYERS, plan_of, relative, tokens_of
 
 torch = pytest.importorskip("torch")
 
@@ -114,9 +114,9 @@ class Engine:
         if n:
             parts = []
             for request, count, draft, correct in rows[:n]:
-                own = at(request.tokens[group], np.s_[0, request.computed : request.computed + count])
+                own = request.tokens[group].at(np.s_[0, request.computed : request.computed + count])
                 if draft > correct:
-                    bad = at(tokens_of(wrong, self.layer, 1, draft - correct, np.float64), np.s_[0])
+                    bad = tokens_of(wrong, self.layer, 1, draft - correct, np.float64).at(np.s_[0])
                     own = Tokens(*(None if x is None else np.concatenate([x[: 1 + correct], y])
                                    for x, y in zip(own, bad, strict=True)))  # fmt: skip
                 parts.append(own)
@@ -135,13 +135,13 @@ class Engine:
             decoder.settle(prefill)
             for request, count, *_ in rows[n:]:
                 place = self.states[request.blocks[group]].numpy()
-                chunk = at(request.tokens[group], np.s_[0, request.computed : request.computed + count])
+                chunk = request.tokens[group].at(np.s_[0, request.computed : request.computed + count])
                 out, place[:] = oracle(self.layer, chunk, place if request.computed else None)
                 self._compare(group, request, out, count, exact=True)
             decoder.adopt(prefill)
 
     def _compare(self, group, request, out, count, exact=False):
-        want, _ = oracle(self.layer, at(request.tokens[group], np.s_[0, : request.computed + count]))
+        want, _ = oracle(self.layer, request.tokens[group].at(np.s_[0, : request.computed + count]))
         heads = slice(None) if exact or not self.sketched else RANKS == FULL_STATE
         assert relative(out[:, heads], want[request.computed :][:, heads]) < TOLERANCE
 
@@ -156,7 +156,7 @@ class Engine:
                 if accepted is not None:
                     accepted = self.known[group].kept(accepted, slots)
                 self.decoders[group].settle(PrefillRows(slots, slots, accepted))
-                _, want = oracle(self.layer, at(request.tokens[group], np.s_[0, : request.computed]))
+                _, want = oracle(self.layer, request.tokens[group].at(np.s_[0, : request.computed]))
                 assert relative(self.states[slots[0]].numpy(), want) < TOLERANCE
 
 

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from scipy.special import expit
 
 from sketchssm.arrays.interop import is_real, to_host
-from sketchssm.layer.checks import as_array, check_number
-from sketchssm.layer.recurrence import Layer, check_instance, shard_range
+from sketchssm.layer.checks import as_array, check_instance, check_number
+from sketchssm.layer.recurrence import Layer, shard_range
 
 Array = npt.NDArray[Any]
 

@@ -12,7 +12,8 @@ from numpy.lib.array_utils import byte_bounds
 
 from sketchssm.arrays.interop import from_host, host_type, is_on_device, is_real, memory_of, to_host, to_type
 from sketchssm.arrays.options import DEFAULTS, EngineOptions
-from sketchssm.layer.checks import check_gates, check_slots, no_memory
+from sketchssm.layer.calls import check_gates, check_slots
+from sketchssm.layer.checks import no_memory
 from sketchssm.layer.recurrence import Tokens
 from sketchssm.layer.slots import SlotPart, check_memory, check_separate, drafted
 

@@ -7,12 +7,10 @@ from dataclasses import dataclass, fields
 from math import inf
 from typing import Any
 
-import numpy as np
-
 from sketchssm.arrays.gates import GateInput
-from sketchssm.layer.checks import ACTIVATIONS, check_dtype_name, check_number
-from sketchssm.layer.recurrence import PAD_SLOT, check_choice, check_integer
-from sketchssm.layer.slots import MAX_DRAFTS
+from sketchssm.layer.checks import ACTIVATIONS, check_choice, check_dtype_name, check_integer, check_number
+from sketchssm.layer.recurrence import PAD_SLOT
+from sketchssm.layer.slots import MAX_DRAFTS, MAX_SLOTS
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,9 +46,7 @@ class EngineOptions:
         check_integer("drafts", self.drafts, 0, MAX_DRAFTS)
         check_integer("monitor", self.monitor, 0, 1 << 16)
         check_tolerance(self.tolerance, self.monitor)
-        pad = self.pad_slot
-        if isinstance(pad, bool) or not isinstance(pad, int | np.integer) or abs(pad) >= 1 << 31:
-            raise ValueError(f"pad_slot: expected an integer of 32 bits, got {pad!r}")
+        check_integer("pad_slot", self.pad_slot, -MAX_SLOTS, MAX_SLOTS)
 
     def changed(self) -> dict[str, Any]:
         """Defaults, by name, of the options that differ from them."""

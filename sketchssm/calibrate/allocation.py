@@ -23,10 +23,10 @@ import numpy.typing as npt
 from sketchssm.calibrate.knapsack import Actions
 from sketchssm.calibrate.scores import SCORES, SUMS, RankScores
 from sketchssm.calibrate.sums import common_weighting
-from sketchssm.layer.checks import check_items, check_number, check_size
+from sketchssm.layer.checks import check_choice, check_instance, check_items, check_number, check_size
 from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.layer.recurrence import FULL_STATE, Layer, check_choice, check_instance
+from sketchssm.layer.recurrence import FULL_STATE, Layer
 from sketchssm.layer.residual import check_residual_bits
 from sketchssm.plans import traffic
 from sketchssm.reference.recurrence import Array

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from sketchssm.calibrate.moments import Moments
-from sketchssm.layer.recurrence import check_instance
+from sketchssm.layer.checks import check_instance
 from sketchssm.plans.basis import SketchBasis, check_rank_max, orthonormal
 from sketchssm.reference.recurrence import Array
 

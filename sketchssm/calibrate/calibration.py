@@ -21,9 +21,9 @@ from sketchssm.calibrate.plans import (
 )
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.calibrate.sums import Accumulator
-from sketchssm.layer.checks import check_size
+from sketchssm.layer.checks import check_instance, check_size
 from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
-from sketchssm.layer.recurrence import Layer, check_instance
+from sketchssm.layer.recurrence import Layer
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.files import FileFormat, Stored, check_array
 from sketchssm.plans.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from sketchssm.calibrate.calibration import SCORES, SETTINGS, Calibration, LayerCalibration, scores_of_sums
-from sketchssm.layer.checks import check_items
-from sketchssm.layer.recurrence import check_instance
+from sketchssm.layer.checks import check_instance, check_items
 from sketchssm.plans.model_plans import ModelFingerprint
 
 __all__ = ["join_shards"]

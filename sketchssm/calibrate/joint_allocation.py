@@ -18,8 +18,8 @@ from sketchssm.calibrate.allocation import Allocation, Traffic
 from sketchssm.calibrate.joint_scores import SUMS, JointScores
 from sketchssm.calibrate.knapsack import Actions
 from sketchssm.calibrate.sums import common_weighting
-from sketchssm.layer.checks import check_items, check_number
-from sketchssm.layer.recurrence import FULL_STATE, Layer, check_instance
+from sketchssm.layer.checks import check_instance, check_items, check_number
+from sketchssm.layer.recurrence import FULL_STATE, Layer
 from sketchssm.plans import traffic
 from sketchssm.reference.recurrence import Array
 

@@ -20,9 +20,9 @@ from sketchssm.calibrate.coding import residual_error, stored
 from sketchssm.calibrate.prefixes import prefix_basis
 from sketchssm.calibrate.sums import Accumulator, RunningSum
 from sketchssm.calibrate.windows import Carry, Reads
-from sketchssm.layer.checks import check_items, check_size
+from sketchssm.layer.checks import check_instance, check_items, check_size
 from sketchssm.layer.formats import SketchFormat
-from sketchssm.layer.recurrence import FULL_STATE, check_instance, check_window
+from sketchssm.layer.recurrence import FULL_STATE, check_window
 from sketchssm.layer.residual import STEPS
 from sketchssm.plans.basis import SketchBasis
 

@@ -11,7 +11,8 @@ import numpy.typing as npt
 from sketchssm.arrays.space import Space
 from sketchssm.calibrate.sums import Accumulator, RunningSum, added
 from sketchssm.calibrate.windows import Carry, Reads
-from sketchssm.layer.recurrence import KINDS, Layer, check_choice, check_window
+from sketchssm.layer.checks import check_choice
+from sketchssm.layer.recurrence import KINDS, Layer, check_window
 from sketchssm.plans.files import FileFormat, Stored, check_array
 
 FORMAT = FileFormat("sketchssm-moments", 2, ("state_gram", "query_gram", "samples"))

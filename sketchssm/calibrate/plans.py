@@ -17,10 +17,10 @@ from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.calibrate.traces import Traces
 from sketchssm.cuda import MAX_RANK
-from sketchssm.layer.checks import check_items, check_size
+from sketchssm.layer.checks import check_choice, check_instance, check_items, check_size
 from sketchssm.layer.coefficients import DEFAULT_MAP, MAPS, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.layer.recurrence import FULL_STATE, Layer, check_choice, check_instance, check_window
+from sketchssm.layer.recurrence import FULL_STATE, Layer, check_window
 from sketchssm.layer.residual import STEPS, check_residual_bits
 from sketchssm.plans import traffic
 from sketchssm.plans.basis import SketchBasis

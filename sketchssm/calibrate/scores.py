@@ -15,8 +15,8 @@ from sketchssm.arrays.space import Space
 from sketchssm.calibrate.prefixes import prefix_basis
 from sketchssm.calibrate.sums import Accumulator, RunningSum
 from sketchssm.calibrate.windows import Carry, Reads
-from sketchssm.layer.checks import check_size
-from sketchssm.layer.recurrence import check_choice, check_instance, check_window
+from sketchssm.layer.checks import check_choice, check_instance, check_size
+from sketchssm.layer.recurrence import check_window
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.reference.recurrence import Array
 

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.layer.checks import check_gates, check_tokens, check_writes
-from sketchssm.layer.recurrence import PROPERTIES, Layer, Tokens, check_choice, check_instance
+from sketchssm.layer.calls import check_gates, check_tokens, check_writes
+from sketchssm.layer.checks import check_choice, check_instance
+from sketchssm.layer.recurrence import PROPERTIES, Layer, Tokens
 from sketchssm.plans.files import write_whole
 
 Array = npt.NDArray[Any]

@@ -25,8 +25,9 @@ import numpy.typing as npt
 from sketchssm.arrays import interop
 from sketchssm.arrays.space import Space
 from sketchssm.calibrate.chunks import FORGOTTEN, advance, chunks_of
-from sketchssm.layer.checks import LARGEST_ERASE, check_gates, check_state, check_tokens, check_writes
-from sketchssm.layer.recurrence import Layer, Tokens, check_instance
+from sketchssm.layer.calls import LARGEST_ERASE, check_gates, check_state, check_tokens, check_writes
+from sketchssm.layer.checks import check_instance
+from sketchssm.layer.recurrence import Layer, Tokens
 from sketchssm.reference.window import Ring
 
 HOST_BYTES, DEVICE_BYTES = 2**21, 2**28

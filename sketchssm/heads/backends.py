@@ -8,8 +8,8 @@ from typing import Any
 
 from sketchssm.arrays.options import DEFAULTS, EngineOptions
 from sketchssm.heads.registry import BACKENDS, SKETCH, System
-from sketchssm.layer.checks import UnsupportedError
-from sketchssm.layer.recurrence import Layer, check_choice, check_instance
+from sketchssm.layer.checks import UnsupportedError, check_choice, check_instance
+from sketchssm.layer.recurrence import Layer
 from sketchssm.layer.slots import SlotPart
 
 

@@ -11,7 +11,8 @@ from sketchssm.heads.backends import load_engine
 from sketchssm.heads.head import DecodeHead, check_capacity
 from sketchssm.heads.registry import System
 from sketchssm.heads.snapshot import Snapshot, gate_digest
-from sketchssm.layer.recurrence import Layer, check_instance, check_integer
+from sketchssm.layer.checks import check_instance, check_integer
+from sketchssm.layer.recurrence import Layer
 from sketchssm.layer.slots import POSITION, SlotPart
 
 if TYPE_CHECKING:

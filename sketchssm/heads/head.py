@@ -11,8 +11,10 @@ from typing import Any, NoReturn
 from sketchssm.arrays import interop
 from sketchssm.heads.call_lock import CallLock
 from sketchssm.heads.engine import Arrays, Engine
-from sketchssm.layer.checks import check_bool, check_dtype_name, check_size, check_state, check_tokens
+from sketchssm.layer.calls import check_state, check_tokens
+from sketchssm.layer.checks import check_bool, check_dtype_name, check_integer
 from sketchssm.layer.recurrence import Layer, Tokens
+from sketchssm.layer.slots import MAX_SLOTS
 
 
 class DecodeHead:
@@ -282,8 +284,4 @@ class DecodeHead:
 
 def check_capacity(num_slots: Any, name: str = "num_slots") -> int:
     """Check a head's slot count; `name` is the argument's name, for the message."""
-    if check_size(name, num_slots) >= 1 << 31:
-        raise ValueError(
-            f"{name}: expected at most {(1 << 31) - 1}, as slots are integers of 32 bits, got {num_slots!r}"
-        )
-    return int(num_slots)
+    return check_integer(name, num_slots, 1, MAX_SLOTS)

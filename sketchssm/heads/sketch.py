@@ -12,9 +12,9 @@ from sketchssm.arrays.options import EngineOptions
 from sketchssm.heads.backends import load_parts
 from sketchssm.heads.exact import ExactHead, check_phase
 from sketchssm.heads.registry import SKETCH
-from sketchssm.layer.checks import check_bool
+from sketchssm.layer.checks import check_bool, check_instance
 from sketchssm.layer.formats import SketchFormat
-from sketchssm.layer.recurrence import PAD_SLOT, check_instance
+from sketchssm.layer.recurrence import PAD_SLOT
 from sketchssm.layer.slots import EXACT, POSITION, SlotPart
 from sketchssm.plans.plan import SketchPlan
 

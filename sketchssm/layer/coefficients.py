@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.layer.checks import check_number
-from sketchssm.layer.recurrence import check_choice, check_integer
+from sketchssm.layer.checks import check_choice, check_integer, check_number
 
 RIDGE_FLOOR = 1e-4
 """Smallest ridge in use: every backend evaluates a smaller one at this value.

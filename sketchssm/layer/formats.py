@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sketchssm.layer.checks import check_choice
 from sketchssm.layer.coefficients import CoefficientMap
-from sketchssm.layer.recurrence import check_choice
 
 SCALE_BYTES = 4
 """Bytes of a scale."""

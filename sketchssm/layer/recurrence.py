@@ -10,12 +10,13 @@ The kinds differ in this one place. With ``S`` of shape ``(K, V)``, one token do
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from sketchssm.layer.checks import check_choice, check_integer, check_size
 
 
 class Kind(NamedTuple):
@@ -123,10 +124,7 @@ class Layer:
         if self.key_heads is None:
             object.__setattr__(self, "key_heads", self.heads)
         for name in ("heads", "key_dim", "value_dim", "key_heads"):
-            size = getattr(self, name)
-            if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"{name}: expected a positive integer, got {size!r}")
-            object.__setattr__(self, name, int(size))
+            object.__setattr__(self, name, check_size(name, getattr(self, name)))
         if self.heads * self.key_dim * self.value_dim > MAX_ELEMENTS:
             raise ValueError(f"value_dim: expected states of at most {MAX_ELEMENTS} elements, got {self.state_shape}")
         if self.heads % self.key_heads:
@@ -240,13 +238,12 @@ class Layer:
 
 def shard_range(name: str, size: int, rank: int, world: int) -> slice:
     """Share of one process in `size` entries along an axis, split evenly in the order of the ranks."""
-    if isinstance(world, bool) or not isinstance(world, int | np.integer) or world < 1:
-        raise ValueError(f"world: expected a positive integer, got {world!r}")
-    check_integer("rank", rank, 0, world - 1)
+    world = check_size("world", world)
+    rank = check_integer("rank", rank, 0, world - 1)
     if size % world:
         raise ValueError(f"world: expected a divisor of {name}={size}, got {world}")
-    share = size // int(world)
-    return slice(int(rank) * share, (int(rank) + 1) * share)
+    share = size // world
+    return slice(rank * share, (rank + 1) * share)
 
 
 def check_window(window: Any, least: int = 2) -> int:
@@ -255,22 +252,3 @@ def check_window(window: Any, least: int = 2) -> int:
     A sketch needs a token between two flushes, replay needs none.
     """
     return check_integer("window", window, least, MAX_WINDOW)
-
-
-def check_choice(name: str, value: Any, choices: Collection[str], more: str = "") -> None:
-    """Check that an argument is one of some words; `more` ends the list of the words in the message."""
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(choices)}{more}, got {value!r}")
-
-
-def check_integer(name: str, value: Any, least: int, most: int, more: str = "") -> int:
-    """Check and return an integer of a range; `more` ends the range in the message."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= most:
-        raise ValueError(f"{name}: expected an integer from {least} to {most}{more}, got {value!r}")
-    return int(value)
-
-
-def check_instance(name: str, value: Any, kind: type) -> None:
-    """Check the class of an argument; TypeError if it is another one."""
-    if not isinstance(value, kind):
-        raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.layer.recurrence import check_integer
+from sketchssm.layer.checks import check_integer
 
 STEPS = {1: 1.596, 2: 0.996, 3: 0.586}
 """Distance of neighbouring levels for each number of bits, in standard deviations.

@@ -40,6 +40,9 @@ DRAFTED_SHIFT = 8
 MAX_DRAFTS = 8
 """Most tokens of a draft."""
 
+MAX_SLOTS = (1 << 31) - 1
+"""Most slots of a head: kernels take their numbers as integers of 32 bits."""
+
 
 def drafted(words: Any) -> Any:
     """Numbers of drafted tokens of cursor words."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sketchssm.layer.recurrence import Layer, check_choice, check_instance
+from sketchssm.layer.checks import check_choice, check_instance
+from sketchssm.layer.recurrence import Layer
 from sketchssm.models.layers import gdn_inputs, kda_inputs, mamba2_inputs, mamba2_output
 from sketchssm.models.linear import (
     delta_product_inputs,

@@ -18,8 +18,8 @@ from sketchssm.arrays.model_arrays import (
     values,
     write_gate,
 )
-from sketchssm.layer.checks import check_size
-from sketchssm.layer.recurrence import Tokens, check_integer
+from sketchssm.layer.checks import check_integer, check_size
+from sketchssm.layer.recurrence import Tokens
 
 Array = npt.NDArray[Any]
 

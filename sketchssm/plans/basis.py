@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.layer.checks import check_seed
-from sketchssm.layer.recurrence import Layer, check_instance, check_window
+from sketchssm.layer.checks import check_instance, check_integer, check_seed
+from sketchssm.layer.recurrence import Layer, check_window
 from sketchssm.plans.files import FileFormat, Stored, check_array
 
 Array = npt.NDArray[np.floating[Any]]
@@ -111,7 +111,4 @@ def orthonormal(columns: Array) -> tuple[Array, Array]:
 
 def check_rank_max(layer: Layer, rank_max: Any) -> int:
     """Check a number of columns."""
-    limit = min(layer.key_dim, layer.value_dim)
-    if isinstance(rank_max, bool) or not isinstance(rank_max, int | np.integer) or not 1 <= rank_max <= limit:
-        raise ValueError(f"rank_max: expected an integer from 1 to min(K, V)={limit}, got {rank_max!r}")
-    return int(rank_max)
+    return check_integer("rank_max", rank_max, 1, min(layer.key_dim, layer.value_dim), " (K and V bound it)")

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-from sketchssm.layer.checks import check_number
-from sketchssm.layer.recurrence import Layer, check_instance
+from sketchssm.layer.checks import check_instance, check_number
+from sketchssm.layer.recurrence import Layer
 from sketchssm.plans.files import FileFormat, Stored, format_of
 from sketchssm.plans.plan import FORMAT as PLAN_FORMAT
 from sketchssm.plans.plan import PlanFileError, SketchPlan, total_reduction

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.layer.checks import as_array, check_number
+from sketchssm.layer.checks import as_array, check_choice, check_integer, check_number
 from sketchssm.layer.coefficients import DEFAULT_MAP, CoefficientMap
 from sketchssm.layer.formats import DEFAULT_FORMAT, SketchFormat
-from sketchssm.layer.recurrence import FULL_STATE, KINDS, MAX_ELEMENTS, PROPERTIES, check_choice, check_integer
+from sketchssm.layer.recurrence import FULL_STATE, KINDS, MAX_ELEMENTS, PROPERTIES
 from sketchssm.layer.residual import RESIDUAL_BITS, residual_bytes
 
 __all__ = ["compressed", "read_only_copy", "reduction", "replay", "sketch", "sketch_read", "standard", "state_bytes"]

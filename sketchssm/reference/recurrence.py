@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.layer.checks import check_state, check_tokens
+from sketchssm.layer.calls import check_state, check_tokens
 from sketchssm.layer.recurrence import Layer, Tokens
 
 Array = npt.NDArray[np.floating[Any]]

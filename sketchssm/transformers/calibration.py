@@ -18,9 +18,9 @@ from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.plans import check_settings
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.cuda import MAX_RANK
-from sketchssm.layer.checks import check_items, check_size
+from sketchssm.layer.checks import check_choice, check_items, check_size
 from sketchssm.layer.coefficients import CoefficientMap
-from sketchssm.layer.recurrence import check_choice, check_window
+from sketchssm.layer.recurrence import check_window
 from sketchssm.layer.residual import STEPS
 from sketchssm.plans.model_plans import ModelPlans
 from sketchssm.transformers.identity import fingerprint

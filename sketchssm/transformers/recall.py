@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sketchssm.layer.checks import check_integer
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.tasks import Prompts, Score
 from sketchssm.transformers.evaluation import RowDecoder
@@ -68,8 +69,7 @@ def recall(
         If `patch` would refuse an argument, `decoded` is out of range, the model does not know a token, or arguments
         of heads are given without `plans`.
     """
-    if isinstance(decoded, bool) or not isinstance(decoded, int) or not 0 <= decoded <= prompts.question:
-        raise ValueError(f"decoded: expected 0 to {prompts.question} tokens of the text, got {decoded!r}")
+    check_integer("decoded", decoded, 0, prompts.question, ", the tokens of the text")
     if plans is None and (decoded or wiped or window is not None or settings):
         raise ValueError("plans: expected heads for decoded, wiped, window and keywords of heads, got None")
     check_ids(model, list(prompts.ids), "prompts")

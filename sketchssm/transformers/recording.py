@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 
 from sketchssm.calibrate.traces import Traces
-from sketchssm.layer.checks import check_items, check_writes
+from sketchssm.layer.calls import check_writes
+from sketchssm.layer.checks import check_items
 from sketchssm.layer.recurrence import Tokens
 from sketchssm.transformers.interception import NO_CACHE, Handler, intercepted
 from sketchssm.transformers.modeling import Call, RecurrentLayer, layers

@@ -12,8 +12,8 @@ from typing import Any
 from sketchssm.arrays.options import check_tolerance
 from sketchssm.calibrate.allocation import budget_of
 from sketchssm.cuda import WINDOWS
-from sketchssm.layer.checks import check_number
-from sketchssm.layer.recurrence import check_integer, check_window
+from sketchssm.layer.checks import check_integer, check_number
+from sketchssm.layer.recurrence import check_window
 from sketchssm.layer.slots import MAX_DRAFTS
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.serving.plans import load_plans

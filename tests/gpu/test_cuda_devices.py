@@ -7,7 +7,7 @@ import pytest
 from decode_systems import head_of
 from gpu.cuda_support import EXACT, LAYERS, STORED, error, make_plan, make_tokens
 from gpu.test_cuda_heads import each, on_torch, wide
-from samples import at, refused
+from samples import refused
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +38,7 @@ def heads(request, devices, rng):
 
 def on(tokens, t, device, torch):
     """One token's inputs on a device."""
-    return each(at(tokens, np.s_[:, t]), on_torch(torch, f"cuda:{device}"), "bfloat16")
+    return each(tokens.at(np.s_[:, t]), on_torch(torch, f"cuda:{device}"), "bfloat16")
 
 
 def test_calls_in_turns(heads, torch, cupy, rng):
@@ -61,10 +61,8 @@ def test_calls_in_turns(heads, torch, cupy, rng):
             assert cupy.cuda.Device().id == torch.cuda.current_device() == current
         assert [x.get_device() for x in outputs] == [0, 1]
         np.testing.assert_array_equal(wide(outputs[0]), wide(outputs[1]))
-        assert (
-            error(wide(outputs[0]), twin.step(*(None if x is None else x[:, t] for x in tokens), slots=slots))
-            < STORED["bfloat16"]
-        )
+        want = twin.step(*tokens.at(np.s_[:, t]), slots=slots)
+        assert error(wide(outputs[0]), want) < STORED["bfloat16"]
     for head in (first, second, twin):
         head.flush()
     np.testing.assert_array_equal(first.state.get(), second.state.get())

@@ -16,7 +16,6 @@ from gpu.cuda_support import (
     named_gate,
     slot_table,
 )
-from samples import at
 
 from sketchssm.layer.recurrence import Tokens
 
@@ -106,15 +105,15 @@ class TestFrameworks:
         twin.load_state(start)
         table = slot_table(4, 6, 36, rng)
         for t in range(36):
-            given = each(at(tokens, np.s_[:, t]), convert, "bfloat16", gate)
+            given = each(tokens.at(np.s_[:, t]), convert, "bfloat16", gate)
             output = head.step(*given, slots=convert(table[t], None))
-            want = twin.step(*at(tokens, np.s_[:, t]), slots=table[t])
+            want = twin.step(*tokens.at(np.s_[:, t]), slots=table[t])
             assert type(output) is type(given.v)
             assert output.dtype == given.v.dtype
             assert error(wide(output), want) < (STORED["bfloat16"] if system == "sketch" else ROUNDED)
             assert not wide(output)[table[t] < 0].any()
-        several = head.step(*each(at(tokens, np.s_[:, 36:]), convert, "bfloat16", gate))
-        want = twin.step(*at(tokens, np.s_[:, 36:]))
+        several = head.step(*each(tokens.at(np.s_[:, 36:]), convert, "bfloat16", gate))
+        want = twin.step(*tokens.at(np.s_[:, 36:]))
         assert error(wide(several), want) < (STORED["bfloat16"] if system == "sketch" else ROUNDED)
         head.flush(convert(np.array([0, -1, 2]), None))
         twin.flush([0, -1, 2])
@@ -140,7 +139,7 @@ class TestTorch:
             for t in range(20):
                 torch.cuda._sleep(2_000_000)  # about a millisecond
                 late.copy_(given.v[:, t])
-                token = at(given, np.s_[:, t])
+                token = given.at(np.s_[:, t])
                 outputs.append(head.step(*token._replace(v=late)))
                 late.fill_(float("nan"))
             stacked = torch.stack(outputs, 1)

@@ -3,7 +3,6 @@
 import contextlib
 
 import numpy as np
-from samples import at
 
 from sketchssm.layer.recurrence import Tokens
 from soak.places import Host
@@ -92,7 +91,7 @@ class Device(Host):
         out[...] = np.nan
         target = out
         if tokens.v.shape[1] == 1 and rng.random() < 0.5:
-            given, target = at(given, np.s_[:, 0]), out[:, 0]
+            given, target = given.at(np.s_[:, 0]), out[:, 0]
         narrow = (np.int64, np.int32)[int(rng.integers(2))]
         draft = {} if lengths is None else {"draft": True, "lengths": self.array(lengths.astype(narrow))}
         self.head.step(*given, slots=self.array(slots.astype(narrow)), out=target, **draft)
@@ -132,7 +131,7 @@ class Device(Host):
 
     def _capture(self, rows):
         given, slots, lengths, out = self._blank(rows, 1)
-        now = at(given, np.s_[:, 0])
+        now = given.at(np.s_[:, 0])
         graph = self._record(lambda: self.head.step(*now, slots=slots, out=out[:, 0]))
         self.graphs[rows, 1] = graph, given, slots, lengths, out
         if not self.drafts:

@@ -5,7 +5,6 @@ import os
 
 import ml_dtypes
 import numpy as np
-from samples import at
 
 from sketchssm.layer.recurrence import Tokens
 from sketchssm.layer.slots import DUE
@@ -96,7 +95,7 @@ class Host:
     def step(self, tokens, slots, lengths=None, rng=None):
         """Begin a step, or with lengths a draft; returns a function that waits for its outputs."""
         wide = tokens._replace(v=tokens.v.astype(np.float64))  # outputs have the type of v
-        given = wide if rng.random() < 0.5 or tokens.v.shape[1] > 1 else at(wide, np.s_[:, 0])
+        given = wide if rng.random() < 0.5 or tokens.v.shape[1] > 1 else wide.at(np.s_[:, 0])
         draft = {} if lengths is None else {"draft": True, "lengths": lengths}
         output = self.head.step(*given, slots=slots, **draft)
         return lambda: self.get(output).reshape(tokens.v.shape)

@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from sketchssm.calibrate.sums import added
 from sketchssm.calibrate.windows import host_tokens
-from sketchssm.layer.recurrence import Layer, check_instance
+from sketchssm.layer.checks import check_instance
+from sketchssm.layer.recurrence import Layer
 from sketchssm.reference.recurrence import Array
 from sketchssm.study.baselines.reduced import ChannelMap, ReducedHead, check_sparsity
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from sketchssm.calibrate.moments import Moments
-from sketchssm.layer.checks import check_size
-from sketchssm.layer.recurrence import check_instance
+from sketchssm.layer.checks import check_instance, check_size
 from sketchssm.reference.recurrence import Array
 
 

@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from sketchssm.calibrate.sums import added
 from sketchssm.calibrate.windows import host_tokens
-from sketchssm.layer.checks import as_array
-from sketchssm.layer.recurrence import Layer, check_instance
+from sketchssm.layer.checks import as_array, check_instance
+from sketchssm.layer.recurrence import Layer
 from sketchssm.reference.recurrence import Array, per_head, step
 from sketchssm.study.baselines.reduced import ChannelMap, ReducedHead, check_sparsity
 

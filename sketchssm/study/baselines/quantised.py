@@ -9,8 +9,8 @@ import numpy.typing as npt
 from sketchssm.heads.backends import load_engine
 from sketchssm.heads.head import DecodeHead, check_capacity
 from sketchssm.heads.registry import System
-from sketchssm.layer.checks import as_array
-from sketchssm.layer.recurrence import Layer, check_integer, check_window
+from sketchssm.layer.checks import as_array, check_integer
+from sketchssm.layer.recurrence import Layer, check_window
 
 MODULES = {"reference": "sketchssm.reference.baselines", "cpu": "sketchssm.cpu.quantised"}
 QUANTISED = System("quantised", {backend: f"{module}:QuantisedEngine" for backend, module in MODULES.items()})

@@ -15,8 +15,8 @@ from sketchssm.calibrate.allocation import METHODS
 from sketchssm.calibrate.plans import Calibrated, Settings, calibrate
 from sketchssm.calibrate.traces import Traces
 from sketchssm.calibrate.windows import host_tokens
-from sketchssm.layer.checks import check_items, check_number, check_seed, check_size
-from sketchssm.layer.recurrence import FULL_STATE, check_choice, check_instance, check_window
+from sketchssm.layer.checks import check_choice, check_instance, check_items, check_number, check_seed, check_size
+from sketchssm.layer.recurrence import FULL_STATE, check_window
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.reference.recurrence import Array, run
 from sketchssm.reference.walk import SketchReads, walk

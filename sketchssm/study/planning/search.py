@@ -9,8 +9,7 @@ import numpy as np
 
 from sketchssm.calibrate.plans import joint_plans, plan_layers, reduction_of
 from sketchssm.calibrate.traces import Traces
-from sketchssm.layer.checks import check_items, check_number
-from sketchssm.layer.recurrence import check_instance
+from sketchssm.layer.checks import check_instance, check_items, check_number
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.bench.results import step_bytes
 from sketchssm.study.planning.candidate import Candidate

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sketchssm import cuda
-from sketchssm.layer.checks import check_size
-from sketchssm.layer.recurrence import check_choice
+from sketchssm.layer.checks import check_choice, check_size
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study.bench.device import Workload, device_bandwidth, measure_device
 from sketchssm.study.bench.host import copy_bandwidth, measure_host

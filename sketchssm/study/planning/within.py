@@ -9,8 +9,7 @@ import numpy as np
 
 from sketchssm.calibrate.allocation import budget_of
 from sketchssm.calibrate.calibration import Calibration
-from sketchssm.layer.checks import check_items, check_number
-from sketchssm.layer.recurrence import check_instance
+from sketchssm.layer.checks import check_instance, check_items, check_number
 from sketchssm.plans.model_plans import ModelPlans
 from sketchssm.study.planning.search import MEAN_RANKS, REDUCTIONS, Measure
 
