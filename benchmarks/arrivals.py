@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,6 +25,7 @@ import numpy.typing as npt
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from arrival_runs import Inputs, Requests, Run, inputs_on_device, run_on_device, run_on_host
+from reports import about, cpu_model, write
 
 from sketchssm import cuda
 from sketchssm.heads.head import DecodeHead
@@ -192,8 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.backend == "cuda":
         listed = {case.shape: case.systems() for case in cases}  # batches share kernels
         bench.compile_all([system for own in listed.values() for system in own if system.name != "replay"])
-    device = bench.device_name() if args.backend == "cuda" else ""
-    report: dict[str, Any] = {"command": shlex.join(sys.argv), "device": device, "layers": args.layers, "results": []}
+    device = bench.device_name() if args.backend == "cuda" else cpu_model()
+    report: dict[str, Any] = about(device) | {"layers": args.layers, "results": []}
     print(f"microseconds of a layer's step, {args.layers} layers\n{'':46}step  of lockstep  slowest  errors")
     for case in cases:
         options: Any = {"layers": args.layers, "steps": args.steps, "mean_tokens": args.tokens, "duty": args.duty}
@@ -202,8 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             name = f"{r.shape} {r.batch} {r.system} {r.mode}"
             times = f"{r.microseconds:10.1f}{r.over_lockstep:13.3f}{r.slowest:9.2f}"
             print(f"{name:40}{times}  {r.error:.1e} {r.state_error:.1e}")
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    write(report, args.json)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from cpu_reports import new_report, write
+from reports import about, cpu_model, write
 
 import sketchssm as ss
 from sketchssm.cpu.workers import worker_count
@@ -72,7 +72,7 @@ def main() -> None:
     args = parser.parse_args()
     if worker_count() != 1:
         parser.error("set NUMBA_NUM_THREADS=1: processor time is that of all threads")
-    report = new_report()
+    report = about(cpu_model()) | {"rows": []}
     report["command"] = f"NUMBA_NUM_THREADS=1 {report['command']}"
     print(f"{report['device']}, W = {WINDOW}, batch {args.batch}; processor microseconds, least of {args.rounds}")
     print(f"{'shape':18}{'rank':>5}  {'format':10}{'read':>8}{'flush':>8}{'step':>8}{'output':>9}{'state':>9}")

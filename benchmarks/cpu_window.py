@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-from cpu_reports import new_report, write
+from reports import about, cpu_model, write
 
 from sketchssm import SketchPlan
 from sketchssm.layer.coefficients import MAPS
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="for each system")
     parser.add_argument("--json", type=Path, help="where to write the result")
     args = parser.parse_args()
-    report = new_report()
+    report = about(cpu_model()) | {"rows": []}
     print(f"{report['device']}, W = {WINDOW}; microseconds of a step")
     print(f"{'shape':18}{'batch':>6}  {'system':10}{'read':>8}{'flush':>8}{'window':>8}{'GB/s':>7}{'of copy':>8}"
           f"{'speed':>7}{'output':>9}{'state':>9}")  # fmt: skip

@@ -8,9 +8,6 @@ The outputs of both are compared with float64.
 """
 
 import argparse
-import datetime
-import json
-import shlex
 import sys
 from functools import partial
 from pathlib import Path
@@ -19,7 +16,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cuda_step import git_commit
+from reports import about, write
 
 from sketchssm.arrays.interop import to_host
 from sketchssm.layer.recurrence import Tokens
@@ -130,16 +127,8 @@ def main():
             results.append(measure(shape, batch, args))
             print(" ".join(f"{k}={v}" for k, v in results[-1].items()), flush=True)
     if args.json:
-        report = {
-            "device": bench.device_name(),
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "commit": args.commit or git_commit(),
-            "command": shlex.join(["python", *sys.argv]),
-            "window": args.window,
-            "duty": args.duty,
-            "results": results,
-        }
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        settings = {"window": args.window, "duty": args.duty}
+        write(about(bench.device_name(), args.commit) | settings | {"results": results}, args.json)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,7 @@ work is timed. Each time is the median over many rounds of the thread's own CPU 
 
 import argparse
 import ctypes
-import datetime
 import importlib
-import json
-import shlex
 import statistics
 import sys
 import time
@@ -25,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from cuda_step import git_commit
+from reports import about, write
 
 import sketchssm as ss
 from sketchssm.study import bench
@@ -115,13 +112,8 @@ def main():
                     rows.append({"system": name, "way": way, "arguments": label, "microseconds": round(took, 2)})
     if args.json:
         name = "none" if args.no_device else torch.cuda.get_device_name()
-        settings = {
-            "commit": git_commit(),
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "command": shlex.join(["python", *sys.argv]),
-            "shape": SHAPE, "batch": BATCH, "device": name, "torch": torch.__version__,
-        }  # fmt: skip
-        args.json.write_text(json.dumps(settings | {"rows": rows}, indent=1) + "\n")
+        settings = {"shape": SHAPE, "batch": BATCH, "torch": torch.__version__}
+        write(about(name) | settings | {"rows": rows}, args.json)
 
 
 if __name__ == "__main__":

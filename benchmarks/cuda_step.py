@@ -11,11 +11,7 @@ small one all rows are soon read exactly. `--full-state-heads 8` makes eight hea
 """
 
 import argparse
-import datetime
 import itertools
-import json
-import shlex
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -24,6 +20,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from reports import about, write
 
 from sketchssm.layer.coefficients import MAPS
 from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS
@@ -87,12 +85,6 @@ def measure(shape, batch, state_dtype, bandwidth, args):
     return rows
 
 
-def git_commit():
-    """The clone's commit, or an empty string."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(bench.COMMON))
@@ -124,17 +116,8 @@ def main():
                     results.append(row)
                     print(*(f"{k}={v:.2e}" if k.endswith("error") else f"{k}={v}" for k, v in row.items()), flush=True)
     if args.json:
-        report = {
-            "device": bench.device_name(),
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "commit": args.commit or git_commit(),
-            "command": shlex.join(["python", *sys.argv]),
-            "copy_gb_s": bandwidth / 1e9,
-            "window": args.window,
-            "duty": args.duty,
-            "results": results,
-        }
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        settings = {"copy_gb_s": bandwidth / 1e9, "window": args.window, "duty": args.duty}
+        write(about(bench.device_name(), args.commit) | settings | {"results": results}, args.json)
 
 
 if __name__ == "__main__":

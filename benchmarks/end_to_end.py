@@ -28,10 +28,8 @@ rounding alone changes many tokens; `agree` does not depend on ties.
 """
 
 import argparse
-import datetime
 import json
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -40,7 +38,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-from cuda_step import git_commit  # noqa: E402
+from reports import about, write  # noqa: E402
 from vllm_agreement import differences, draw_requests, serve, summary  # noqa: E402
 from vllm_profile import KINDS, METADATA_SECONDS, shares, time_metadata  # noqa: E402
 
@@ -313,15 +311,9 @@ def finish(results, args):
     if not args.json:
         return
     shown = [{key: x for key, x in result.items() if key != BULKY} for result in results]
-    report = {
-        "command": shlex.join(["python", "benchmarks/end_to_end.py", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": args.commit or git_commit(),
-        "device": next((result["gpu"] for result in results if "gpu" in result), None),
-        "weights": "random; experts of MoE layers are used equally often",
-        "results": shown,
-    }
-    Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+    device = next((result["gpu"] for result in results if "gpu" in result), "unknown")
+    weights = {"weights": "random; experts of MoE layers are used equally often"}
+    write(about(device, args.commit) | weights | {"results": shown}, Path(args.json))
 
 
 def draw(results, path):

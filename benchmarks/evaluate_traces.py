@@ -10,12 +10,10 @@ The table goes to --json, by default benchmarks/results/evaluate-traces.json. Ot
 """
 
 import argparse
-import datetime
 import json
-import re
-import shlex
-import subprocess
 from pathlib import Path
+
+from reports import about, write
 
 from sketchssm.cli import main as sketchssm
 
@@ -50,20 +48,9 @@ def main():
     sketchssm(
         ["evaluate", *map(str, arguments.traces), *options, "--json", str(arguments.json)], standalone_mode=False
     )
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=True
-    )
-    names = [path.name for path in arguments.traces]
-    about = {
-        "commit": commit.stdout.strip(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": "CPU",
-        "command": shlex.join(["python", "benchmarks/evaluate_traces.py", *names, *options]),
-    }
-    kept = about | table(json.loads(arguments.json.read_text()))
-    # lists of numbers on one line each
-    text = re.sub(r"\[[^][{}]+\]", lambda found: " ".join(found[0].split()), json.dumps(kept, indent=1))
-    arguments.json.write_text(text + "\n")
+    made = about("CPU", arguments=[*(path.name for path in arguments.traces), *options])
+    numbers = r"\[[^][{}]+\]"
+    write(made | table(json.loads(arguments.json.read_text())), arguments.json, numbers)
 
 
 if __name__ == "__main__":

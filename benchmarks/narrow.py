@@ -19,16 +19,12 @@ The table goes to benchmarks/results/narrow.json, with a backend to narrow-BACKE
 """
 
 import argparse
-import json
-import re
-import shlex
-import subprocess
-from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from reports import INNER_TABLES, about, write
 
 from sketchssm import Moments, SketchHead, SketchPlan, fit_basis
 from sketchssm.arrays.interop import to_host
@@ -209,21 +205,11 @@ def main():
         for label, found in layers[path.stem]["stored"].items():
             print(f"  {label:24} {found['bytes']:7.0f} {found['lost']:.5f}")
         print("", flush=True)
-    describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    commit = subprocess.run(describe, cwd=HERE, capture_output=True, text=True, check=False)
     options = ["--backend", backend] if backend else []
     options += [] if arguments.forms == ["*"] else ["--forms", *arguments.forms]
-    about = {
-        "commit": commit.stdout.strip(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": device_name() if backend == "cuda" else "CPU",
-        "command": shlex.join(["python", "benchmarks/narrow.py", *(path.name for path in arguments.traces), *options]),
-        "window": WINDOW,
-    }
-    text = json.dumps(rounded(about | {"layers": layers}), indent=1)
-    # innermost tables on one line each
-    text = re.sub(r"\{[^{}]+\}", lambda found: " ".join(found[0].split()), text)
-    target.write_text(text + "\n")
+    device = device_name() if backend == "cuda" else "CPU"
+    made = about(device, arguments=[*(path.name for path in arguments.traces), *options])
+    write(rounded(made | {"window": WINDOW, "layers": layers}), target, INNER_TABLES)
 
 
 if __name__ == "__main__":

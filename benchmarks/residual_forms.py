@@ -10,13 +10,12 @@ It goes to benchmarks/results/residual-forms.json.
 """
 
 import argparse
-import json
-import shlex
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from narrow import WINDOW, collect_windows, shares, whole_windows
+from reports import about, write
 
 from sketchssm import Moments, fit_basis
 from sketchssm.calibrate.traces import Traces
@@ -205,9 +204,9 @@ def main():
             f"{key} {mean:6.2f} {most:6.2f}" for key, (mean, most) in (("read", read[name]), ("state", state[name]))
         )
         print(f"{name:36} {columns}")
-    command = shlex.join(["python", "benchmarks/residual_forms.py", *(path.name for path in arguments.traces)])
-    whole = {"command": command, "window": WINDOW, "read": read, "state": state, "layers": layers}
-    arguments.json.write_text(json.dumps(rounded(whole), indent=1) + "\n")
+    made = about("CPU", arguments=[path.name for path in arguments.traces])
+    own = {"window": WINDOW, "read": read, "state": state, "layers": layers}
+    write(rounded(made | own), arguments.json)
 
 
 if __name__ == "__main__":

@@ -10,32 +10,26 @@ benchmarks/results/ridges.json.
 """
 
 import argparse
-import json
-import re
-import shlex
-import subprocess
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from narrow import WINDOW, collect_windows, whole_windows
+from reports import INNER_TABLES, about, write
 
 from sketchssm import Moments, SketchHead, SketchPlan, fit_basis
 from sketchssm.calibrate.traces import Traces
-from sketchssm.calibrate.windows import host_tokens
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.recurrence import KINDS, Layer, Tokens
 from sketchssm.reference import maps
 from sketchssm.reference.recurrence import run
-from sketchssm.reference.walk import walk
 from sketchssm.study.evaluate.measure import rounded
 
 HERE = Path(__file__).parent
 RANKS, RIDGES = (4, 8, 16, 32), (0.01, 0.003, 0.001, 0.0003, 0.0001)
 BELOW = (5e-5, 2e-5, 1e-6)  # below the least ridge in use: what `two_slices` would do there
 STORED = ("bfloat16", "float32")
-WINDOW = 16
 
 
 def repeated(tokens, length):
@@ -121,15 +115,6 @@ def two_slices(states, phi, ridge, stored):
     return (x.astype(kept).astype(np.float32) for x in (u, cross))
 
 
-def collect_windows(layer, tokens):
-    """States ``(n, heads, K, V)`` at window starts, and the queries ``(n, heads, W - 1, K)`` that read them."""
-    whole = tokens.v.shape[1] // WINDOW * WINDOW
-    found = []
-    part = tokens.at(np.s_[:, :whole])
-    walk(layer, host_tokens(layer, *part), WINDOW, found.append)
-    return [np.concatenate(parts) for parts in ([r.state for r in found], [r.queries for r in found])]
-
-
 def lost(windows, phi, make):
     """Energy that reads through sketches and maps ``make(states, phi)`` lose, over all heads."""
     total = 0.0
@@ -148,7 +133,7 @@ def errors(layer, calib, test):
     moments.update(*calib)
     basis = fit_basis(moments)
     output, _ = run(layer, *test)
-    size, windows = np.square(output).sum(), collect_windows(layer, test)
+    size, windows = np.square(output).sum(), collect_windows(layer, whole_windows(test))
     found = {}
     for rank in RANKS:
         for ridge in RIDGES + BELOW:
@@ -183,21 +168,9 @@ def main():
             layer, calib = made_up(kind, case, 1024, test=False)
             layers[f"{kind}, {case}"] = errors(layer, calib, made_up(kind, case, arguments.tokens, test=True)[1])
             print(kind, case, flush=True)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=True
-    )
-    about = {
-        "commit": commit.stdout.strip(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": "CPU",
-        "command": shlex.join(["python", "benchmarks/ridges.py", *(path.name for path in arguments.traces)]),
-        "tokens": arguments.tokens,
-        "window": WINDOW,
-    }
-    text = json.dumps(rounded(about | {"output_error": layers}), indent=1)
-    # innermost tables on one line each
-    text = re.sub(r"\{[^{}]+\}", lambda found: " ".join(found[0].split()), text)
-    arguments.json.write_text(text + "\n")
+    made = about("CPU", arguments=[path.name for path in arguments.traces])
+    settings = {"tokens": arguments.tokens, "window": WINDOW}
+    write(rounded(made | settings | {"output_error": layers}), arguments.json, INNER_TABLES)
 
 
 if __name__ == "__main__":

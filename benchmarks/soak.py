@@ -11,18 +11,15 @@ not grow: the last quarter of the rounds is compared with the second. Each case 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import multiprocessing
 import platform
-import shlex
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import numpy as np
-from cuda_step import git_commit
+from reports import about, write
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -92,16 +89,9 @@ def main() -> None:
             told = ", ".join(f"{key} {value}" for key, value in results[-1].items() if key != "case")
             print(f"{running[done]}: {told}", flush=True)
     if options.json:
-        report = {
-            "device": device_of(options.backend),
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "commit": options.commit or git_commit(),
-            "command": shlex.join(["python", *sys.argv]),
-            "requests": options.requests,
-            "failed": failed,
-            "results": sorted(results, key=lambda result: NAMES.index(str(result["case"]))),
-        }
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        served = sorted(results, key=lambda result: NAMES.index(str(result["case"])))
+        own = {"requests": options.requests, "failed": failed, "results": served}
+        write(about(device_of(options.backend), options.commit) | own, options.json)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
