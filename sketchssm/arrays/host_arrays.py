@@ -52,13 +52,10 @@ class HostArrays:
         """See `sketchssm.heads.engine.Call`."""
         host = None if slots is None else to_host(slots, name)
         if batch is None:
-            host = np.delete(np.arange(capacity), self._excluded(capacity)) if host is None else np.atleast_1d(host)
+            every = np.arange(capacity)
+            host = every[every != self._pad_slot] if host is None else np.atleast_1d(host)
             batch = host.shape[0]
         return check_slots(host, batch, capacity, self._pad_slot, name, repeats)
-
-    def _excluded(self, capacity: int) -> list[int]:
-        """Numbers in range that are no slots, because they mean padding."""
-        return [self._pad_slot] if 0 <= self._pad_slot < capacity else []
 
     def lengths(self, lengths: Any, slots: npt.NDArray[np.int64], tokens: int) -> npt.NDArray[np.int64]:
         """See `sketchssm.heads.engine.Call`."""

@@ -137,7 +137,7 @@ def check_out(out: Any, shape: tuple[int, ...]) -> None:
         raise ValueError(f"out: expected shape {tuple(shape)}, got {tuple(out.shape)}")
     if kind == "torch":
         real, writable = out.dtype.is_floating_point, True
-        if out.is_meta or out.layout is not _strided():
+        if out.is_meta or out.layout is not sys.modules["torch"].strided:
             came = "a tensor on the meta device" if out.is_meta else f"layout {out.layout}"
             raise TypeError(f"out: expected a tensor with dense memory, got {came}")
         contiguous = out.is_contiguous()
@@ -258,13 +258,6 @@ def framework(array: Any) -> str:
 
 
 _known: dict[type, str] = {}  # looked up several times a step
-
-
-@cache
-def _strided() -> Any:
-    import torch
-
-    return torch.strided
 
 
 def _describe(value: Any) -> str:

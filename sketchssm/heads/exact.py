@@ -11,7 +11,7 @@ from sketchssm.heads.backends import load_engine
 from sketchssm.heads.head import DecodeHead, check_capacity
 from sketchssm.heads.registry import System
 from sketchssm.heads.snapshot import Snapshot, gate_digest
-from sketchssm.layer.checks import check_instance, check_integer
+from sketchssm.layer.checks import check_integer
 from sketchssm.layer.recurrence import Layer
 from sketchssm.layer.slots import POSITION, SlotPart
 
@@ -61,7 +61,6 @@ class ExactHead(DecodeHead):
     ) -> None:
         capacity = check_capacity(num_slots)
         layer: Any = getattr(source, "layer", source)
-        check_instance("layer", layer, Layer)
         if options.gate is not None:
             options.gate.check(layer)
         name, engine = load_engine(system, backend, source, capacity, *args, options=options)

@@ -18,11 +18,8 @@ import numpy as np
 
 from sketchssm.layer.recurrence import Layer, Tokens
 from sketchssm.study.bench.device import Workload, slot_sets, typical_times
-from sketchssm.study.bench.results import BenchResult, step_bytes
+from sketchssm.study.bench.results import WRONG, BenchResult, step_bytes
 from sketchssm.study.systems import exact_systems
-
-WRONG = 0.05
-"""A larger relative error is not rounding: bf16 leaves 4e-3."""
 
 Step = Callable[[Any], tuple[Any, Any]]
 """From states to outputs ``(batch, heads, V)`` and new states, in the same memory or in new memory."""
