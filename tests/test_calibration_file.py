@@ -63,13 +63,14 @@ def test_plans_are_those_of_the_scores(made, calibration):
     same(plans, dict(zip(LAYERS, planned, strict=True)))
     assert any((plan.ranks > 2).any() for plan in plans.values())
     assert all((plan.ranks <= 2).all() for plan in calibration.plans(reduction=3, rank_max=2).values())
+    assert {0, 3} <= {bits for plan in plans.values() for bits in plan.residual_bits}
     assert plans.fingerprint == MODEL
     assert (plans.allocation.method, plans.allocation.gap) == ("joint", allocation.gap)
     assert plans.allocation.tokens == 160
     blind = calibration.plans(reduction=3, method="error")
     assert blind.allocation.method == "joint-error"
     two = calibration.plans(mean_rank=2, residual_bits=2)
-    assert {int(bits) for plan in two.values() for bits in plan.residual_bits} <= {0, 2}
+    assert {bits for plan in two.values() for bits in plan.residual_bits[plan.ranks != ss.FULL_STATE]} == {2}
     uniform = calibration.plans(mean_rank=2, residual_bits=2, method="uniform")
     assert all((plan.ranks == 2).all() for plan in uniform.values())
 

@@ -117,12 +117,16 @@ def test_calibrate_with_residuals(traces, tmp_path):
     plan_file = tmp_path / "plan.safetensors"
     given = "calibrate", traces, "--out", plan_file, "--window", 8, "--json", "-"
     calibrated = calibrate(Traces.load(traces), 8)
-    report = json.loads(invoke(*given, "--reduction", 1.9).stdout)
-    plan, want = ss.SketchPlan.load(plan_file), ss.allocate_joint(calibrated.joint(), 1.9)
+    result = invoke(*given, "--reduction", 3.2)
+    report = json.loads(result.stdout)
+    plan, want = ss.SketchPlan.load(plan_file), ss.allocate_joint(calibrated.joint(), 3.2)
     assert np.array_equal(plan.ranks, want.ranks) and np.array_equal(plan.residual_bits, want.residual_bits)
     assert (plan.map.name, plan.sketch_dtype, report["method"]) == ("subspace", "int8", want.method)
     assert report["plans"][0]["residual_bits"] == plan.residual_bits.tolist()
-    assert plan.reduction == pytest.approx(report["reduction"]) and plan.reduction >= 1.9 * (1 - 1e-9)
+    assert plan.reduction == pytest.approx(report["reduction"]) and plan.reduction >= 3.2 * (1 - 1e-9)
+    assert (plan.ranks.tolist(), plan.residual_bits.tolist()) == ([-1, 1, 2, -1], [0, 3, 3, 0])
+    assert " full 1+3 2+3 full " in result.stderr
+    assert " of full reads (" in invoke(*given, "--reduction", 1).stderr
     same = calibrated.plan(2, "subspace", residual_bits=3, sketch_dtype="int8")
     invoke(*given, "--mean-rank", 2, "--residual-bits", 3)
     assert ss.SketchPlan.load(plan_file).fingerprint == same.fingerprint

@@ -46,6 +46,7 @@ evaluate good.npz --plan plan --plan plans | --plan: expected once, got it 2 tim
 calibrate good.npz --out out --window 8 --map ridge --window 4 | --window: expected once
 bench --plan plan --shape qwen3-next | --shape: has no effect with --plan
 calibrate good.npz --out - | --out: expected a file, got -; only --json
+calibrate good.npz --out out --residual-bits 0 | --residual-bits: has no effect as 0 without --mean-rank
 bench --shape qwen3-next --residual-bits 2 | --residual-bits: has no effect without --map subspace
 bench --shape qwen3-next --batch 1 --raw-gate | --raw-gate: has no effect without a decay per channel
 bench --shape nemotron-3-super --batch 1 --rank 65 | mean_ranks: expected at most 64 for nemotron-3-super, got 65

@@ -112,6 +112,7 @@ def test_plan_reduction(map):
         (lambda: traffic.sketch("mamba2", 8, 8, 1, 2.5), "window: expected an integer"),
         (lambda: traffic.sketch_read("gdn", 8, 8, np.inf), "rank"),
         (lambda: traffic.sketch("gdn", 8, 8, 1, map="subspace", residual_bits=4), "residual_bits: expected numbers"),
+        (lambda: traffic.sketch("gdn", 8, 8, [1, 2], map="subspace", residual_bits=[1, 2, 3]), "each of 2 ranks, got"),
         (lambda: traffic.reduction("gdn", 8, 8, 1, residual_bits=2), "residual_bits: expected 0 with the map 'ridge'"),
         (lambda: traffic.compressed(8, 8, sparsity="x"), "sparsity: expected a number"),
         (lambda: traffic.sketch_read("gdn", 10**400, 8, 1), "key_dim: expected an integer from 1 to 1099511627776"),

@@ -235,7 +235,8 @@ def _show(
     rows, facts = [], {}
     for name, plan in plans.items():
         kept = made.retained[name]
-        rows.append([name, plan.layer.kind, ranks_text(plan.ranks), f"{plan.reduction:.2f}x", percent(kept)])
+        heads = ranks_text(plan.ranks, plan.residual_bits)
+        rows.append([name, plan.layer.kind, heads, f"{plan.reduction:.2f}x", percent(kept)])
         own = {each: getattr(plan, each) for each in ("ranks", "residual_bits", "sketch_dtype", "reduction")}
         facts[name] = {"kind": plan.layer.kind, "retained_ideal": kept} | own
     kept_by = "retained" if made.method.startswith("joint") else "retained (ideal map)"
@@ -244,7 +245,8 @@ def _show(
     kept_bits = f" and residuals of {', '.join(map(str, bits))} bits" if bits else ""
     form = f"{plan.map}, {plan.sketch_dtype}{kept_bits}"
     settings = f"{form}, window {plan.window}, by {made.method}"
-    output.table(f"{title} at mean rank {made.mean_rank:g} ({settings})", columns, rows, words=3)
+    at = f"at mean rank {made.mean_rank:g}" if made.mean_rank else "of full reads"
+    output.table(f"{title} {at} ({settings})", columns, rows, words=3)
     totals = {"reduction": total_reduction(plans.values()), "gap": made.gap}
     output.say(
         f"All layers: {totals['reduction']:.2f}x less state traffic than standard decode; no allocation within the "

@@ -57,8 +57,9 @@ def command(plan: Path | None, json_file: str | None) -> None:
     ]
     output.table(title, ["", ""], rows, words=2)
     layers = [
-        [name, own["kind"], f"{len(own['ranks'])}", ranks_text(own["ranks"]), f"{own['reduction']:.2f}x"]
+        [name, own["kind"], f"{len(heads[0])}", ranks_text(*heads), f"{own['reduction']:.2f}x"]
         for name, own in report.get("layers", {}).items()
+        for heads in [(own["ranks"], own["residual_bits"])]
     ]
     output.table("Layers", ["layer", "kind", "heads", "ranks", "less traffic"], layers, words=2)
     output.finish(report)
@@ -81,7 +82,9 @@ def _plans(path: Path, plans: Mapping[str, SketchPlan]) -> dict[str, Any]:
         "sketch_dtypes": sorted({plan.sketch_dtype for plan in plans.values()}),
         "reduction": total_reduction(plans.values()),
         "layers": {
-            name: {"kind": plan.layer.kind, "ranks": plan.ranks, "reduction": plan.reduction} | kept.get(name, {})
+            name: {"kind": plan.layer.kind}
+            | {each: getattr(plan, each) for each in ("ranks", "residual_bits", "reduction")}
+            | kept.get(name, {})
             for name, plan in plans.items()
         },
     }

@@ -150,7 +150,9 @@ def _settings(
     residual = residual_bits != "0"
     if "reduction" in params:  # of `calibrate`: a budget that asks for residuals too
         rank = None if params["reduction"] else params["mean_rank"]  # the command refuses both
-        residual |= budget_of(rank, params["reduction"], map_name, method)[1] is not None
+        if not residual and budget_of(rank, params["reduction"], map_name, method)[1] is not None:
+            refuse("as 0 without --mean-rank: other budgets have residuals", ("residual_bits",))
+            residual = True
     map = CoefficientMap(map_name or ("subspace" if residual else DEFAULT_MAP), pivots, ridge)
     form = sketch_dtype or ("int8" if residual else DEFAULT_FORMAT)
     return Settings(window, map, method, form, int(residual_bits))

@@ -187,6 +187,10 @@ def sketch_read(
     bits: Bytes = as_array("residual_bits", residual_bits, np.float64)
     if not ((bits >= 0) & (bits <= RESIDUAL_BITS[-1])).all():
         raise ValueError(f"residual_bits: expected numbers from 0 to {RESIDUAL_BITS[-1]}, got {residual_bits!r}")
+    if bits.shape not in ((), g.shape):
+        raise ValueError(
+            f"residual_bits: expected a number, or one for each of {g.size} ranks, got shape {bits.shape}"
+        )
     if bits.any() and map.name != "subspace":
         raise ValueError(f"residual_bits: expected 0 with the map {map.name!r}, got {residual_bits!r}")
     window = _checked("window", window)

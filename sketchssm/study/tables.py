@@ -50,10 +50,13 @@ def scientific(number: float) -> str:
     return f"{number:.1e}" if number else "0"
 
 
-def ranks_text(ranks: Any) -> str:
-    """Ranks of the heads of a layer; a summary for more than 16 heads."""
+def ranks_text(ranks: Any, bits: Any) -> str:
+    """Ranks of the heads of a layer, with the bits of residuals if any; a summary for more than 16 heads."""
+    full, some = ranks == FULL_STATE, bits.any()
     if len(ranks) <= 16:
-        return " ".join("full" if rank == FULL_STATE else str(rank) for rank in ranks)
-    sketched = ranks[ranks != FULL_STATE]
+        names = (f"{rank}+{own}" if some else str(rank) for rank, own in zip(ranks, bits, strict=True))
+        return " ".join("full" if read else name for read, name in zip(full, names, strict=True))
+    sketched, kept = ranks[~full], bits[~full]
     span = f"{sketched.min()} to {sketched.max()}, mean {sketched.mean():.2f}" if sketched.size else "none"
-    return f"{span}; {int((ranks == FULL_STATE).sum())} full"
+    span += f", with {kept.min()} to {kept.max()} bits" if some else ""
+    return f"{span}; {int(full.sum())} full"
