@@ -21,7 +21,7 @@ _NAMES = {
     "layer.coefficients": "CoefficientMap",
     "arrays.gates": "GateInput",
     "calibrate.moments": "Moments",
-    "calibrate.calibration": "Calibration",
+    "calibrate.calibration": "Calibration LayerCalibration",
     "plans.basis": "SketchBasis",
     "calibrate.basis": "fit_basis",
     "calibrate.scores": "RankScores",
@@ -53,10 +53,11 @@ _MODULES = {
 __all__ = [
     "FULL_STATE", "Allocation", "Calibration", "Candidate", "ChannelScores", "CoefficientMap", "CopyReadHead",
     "DecodeHead", "ExactHead", "GateInput", "JointScores", "KeyMoments", "KeyReducedHead", "KeyReduction", "Layer",
-    "Moments", "PlanFileError", "PlanPoint", "PlanSearch", "PrunedHead", "QuantisedHead", "RankScores", "ReadErrors",
-    "ReplayHead", "SketchBasis", "SketchHead", "SketchPlan", "SlotPart", "Snapshot", "SnapshotFileError",
-    "StandardHead", "StepTimes", "Tokens", "Traces", "UnsupportedError", "allocate_joint", "allocate_ranks",
-    "autoplan", "candidates", "distributed", "fit_basis", "low_rank_projection", "models", "plans_within", "traffic",
+    "LayerCalibration", "Moments", "PlanFileError", "PlanPoint", "PlanSearch", "PrunedHead", "QuantisedHead",
+    "RankScores", "ReadErrors", "ReplayHead", "SketchBasis", "SketchHead", "SketchPlan", "SlotPart", "Snapshot",
+    "SnapshotFileError", "StandardHead", "StepTimes", "Tokens", "Traces", "UnsupportedError", "allocate_joint",
+    "allocate_ranks", "autoplan", "candidates", "distributed", "fit_basis", "low_rank_projection", "models",
+    "plans_within", "traffic",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
     from sketchssm.calibrate import distributed
     from sketchssm.calibrate.allocation import Allocation, allocate_ranks
     from sketchssm.calibrate.basis import fit_basis
-    from sketchssm.calibrate.calibration import Calibration
+    from sketchssm.calibrate.calibration import Calibration, LayerCalibration
     from sketchssm.calibrate.joint_allocation import allocate_joint
     from sketchssm.calibrate.joint_scores import JointScores
     from sketchssm.calibrate.moments import Moments

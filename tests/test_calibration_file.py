@@ -40,7 +40,7 @@ def made():
 def calibration(made):
     bases, *scores = made
     layers = zip(LAYERS, bases, *scores, strict=True)
-    return ss.Calibration({name: LayerCalibration(StoredBasis.of(b), *own) for name, b, *own in layers}, MODEL, 160)
+    return ss.Calibration({name: ss.LayerCalibration(b, *own) for name, b, *own in layers}, MODEL, 160)
 
 
 def same(one, other):
@@ -148,6 +148,8 @@ def test_refusals(calibration, made, tmp_path):
     refused("layers: expected at least one", ss.Calibration, {})
     refused("layers: expected layers.0, layers.2", ss.Calibration, {"layers.0": calibration.layers["layers.0"]}, MODEL)
     bare = {name: LayerCalibration(own.basis, own.ranks) for name, own in calibration.layers.items()}
+    with pytest.raises(TypeError, match="joint: expected a JointScores, got RankScores"):
+        ss.LayerCalibration(bare["layers.0"].basis, joint=bare["layers.0"].ranks)
     refused("calibration: expected scores of residuals, or a", ss.Calibration(bare, MODEL).plans, reduction=3)
     refused("sketch_dtype: expected 'int8' of the joint", calibration.plans, reduction=3, sketch_dtype="float32")
     refused("rank_max: expected at most the largest scored rank, 8, got 9", calibration.plans, reduction=3, rank_max=9)

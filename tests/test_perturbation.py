@@ -1,6 +1,7 @@
 """Weights of errors by forward perturbation: their definition, and beside gradients on tiny models."""
 
 import copy
+import json
 import warnings
 
 import numpy as np
@@ -133,3 +134,44 @@ def test_quantised_weights(bits, tmp_path):
     model.save_pretrained(tmp_path / "quantised")
     loaded = ModelText(tmp_path / "quantised", None, 1, 8, "auto", "cpu").load_model()
     assert st.fingerprint(loaded) == before
+
+
+class Packed(torch.Tensor):
+    """A stand-in for weights of torchao."""
+
+    def reshape(self, *shape):
+        raise NotImplementedError
+
+    def dequantize(self):
+        return self.as_subclass(torch.Tensor)
+
+
+def test_the_digest_of_packed_weights_is_that_of_their_values():
+    model = make("Qwen3_5")
+    before = st.fingerprint(model)
+    projection = model.model.layers[0].linear_attn.out_proj
+    projection.weight = torch.nn.Parameter(projection.weight.detach().as_subclass(Packed))
+    assert st.fingerprint(model) == before
+
+
+def test_weights_in_fp8_on_the_cpu(tmp_path):
+    """transformers converts them to bfloat16."""
+    pytest.importorskip("accelerate")
+    from safetensors.torch import load_file, save_file
+
+    from sketchssm.transformers.loading import ModelText
+
+    make("Qwen3_5").to(torch.bfloat16).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in weights if name.endswith(("_proj.weight", "_qkv.weight", "_z.weight"))]:
+        weights[name] = weights[name].to(torch.float8_e4m3fn)
+        weights[f"{name}_scale_inv"] = torch.ones(1, 1)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    form = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": form}))
+    model = ModelText(tmp_path, None, 1, 8, "auto", "cpu").load_model()
+    weight = model.model.layers[0].linear_attn.out_proj.weight
+    assert weight.dtype == torch.bfloat16
+    assert torch.equal(weight, weights["model.layers.0.linear_attn.out_proj.weight"].to(torch.bfloat16))
+    assert st.calibrate(model, TEXT, mean_rank=2, window=4).allocation.method == "gradient"

@@ -11,7 +11,6 @@ from samples import LAYERS, plan_of, refused, tokens_of
 torch = pytest.importorskip("torch")
 
 import sketchssm as ss  # noqa: E402
-from sketchssm.calibrate.calibration import LayerCalibration, StoredBasis  # noqa: E402
 from sketchssm.plans.model_plans import LayerFingerprint, ModelFingerprint  # noqa: E402
 from sketchssm.serving import plans  # noqa: E402
 from sketchssm.serving.batches import RowBuffers, moved_rows, split_rows  # noqa: E402
@@ -138,7 +137,7 @@ def test_plans_of_a_calibration(rng, tmp_path):
     scores = ss.RankScores(basis := ss.fit_basis(moments))
     scores.update(*tokens)
     model = ModelFingerprint("Model", {"layers.0": LayerFingerprint("Mixer", layer, "")})
-    made = ss.Calibration({"layers.0": LayerCalibration(StoredBasis.of(basis), scores)}, model)
+    made = ss.Calibration({"layers.0": ss.LayerCalibration(basis, scores)}, model)
     made.save(path := str(tmp_path / "c.safetensors"))
     for budget in (2, 4):
         found = plans.load_plans(path, mean_rank=budget)

@@ -64,14 +64,42 @@ class StoredBasis:
         return int(self.omega.shape[-1])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class LayerCalibration:
-    """Basis and scores of one layer. Scores that were not collected are None."""
+    """Basis and scores of one layer, in `Calibration.layers`.
+
+    Parameters
+    ----------
+    basis : SketchBasis
+        Basis, of which the columns are kept in float32, as plans hold them.
+    ranks : RankScores, optional
+        Scores of ranks without residuals.
+    joint : JointScores, optional
+        Scores of ranks with residuals.
+    answers : JointScores, optional
+        The same of questions, see `sketchssm.allocate_joint`.
+    """
 
     basis: StoredBasis
     ranks: RankScores | None = None
     joint: JointScores | None = None
     answers: JointScores | None = None
+
+    def __init__(
+        self,
+        basis: SketchBasis | StoredBasis,
+        ranks: RankScores | None = None,
+        joint: JointScores | None = None,
+        answers: JointScores | None = None,
+    ) -> None:
+        if not isinstance(basis, StoredBasis):
+            check_instance("basis", basis, SketchBasis)
+            basis = StoredBasis.of(basis)
+        scores = {"ranks": ranks, "joint": joint, "answers": answers}
+        for name, own in scores.items():
+            if own is not None:
+                check_instance(name, own, SCORES[name])
+        vars(self).update(basis=basis, **scores)
 
 
 class Calibration(Stored):

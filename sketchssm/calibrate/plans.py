@@ -80,11 +80,18 @@ class Calibrated:
         self, bits: Sequence[int] = tuple(STEPS), sketch_dtype: str = "int8", method: str | None = None
     ) -> JointScores:
         """Score ranks with residuals of some bits, with the gradients of the traces unless the method is "error"."""
-        self.traces.check_method(method)
+        check_method(self.traces, method)
         held_out, grad = self.traces.score_part()
         scores = JointScores(self.basis, bits=bits, sketch_dtype=sketch_dtype)
         scores.update(*held_out, grad=None if method == "error" else grad)
         return scores
+
+
+def check_method(traces: Traces, method: str | None) -> None:
+    """Refuse an allocation method for which there are no gradients, or no passes of a model."""
+    known = ("uniform", "error") if traces.score_part()[1] is None else ("gradient", "uniform", "error")
+    if method not in (None, *known):
+        raise ValueError(f"method: expected {' or '.join(map(repr, known))} of these traces, got {method!r}")
 
 
 def calibrate(traces: Traces, window: int = 16, rank_max: int | None = None) -> Calibrated:

@@ -233,12 +233,6 @@ class Traces:
         length = self.grad.shape[1]
         return held_out.at(np.s_[:, :length]), self.grad[-rows:]
 
-    def check_method(self, method: str | None) -> None:
-        """Refuse an allocation method for which there are no gradients, or no passes of a model."""
-        known = ("uniform", "error") if self.score_part()[1] is None else ("gradient", "uniform", "error")
-        if method not in (None, *known):
-            raise ValueError(f"method: expected {' or '.join(map(repr, known))} of these traces, got {method!r}")
-
     def _split(self) -> int:
         rows = int(self.calib.v.shape[0])
         if rows < 2:

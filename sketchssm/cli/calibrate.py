@@ -132,8 +132,8 @@ def _from_traces(
     rank_max: int | None,
 ) -> None:
     """Make one plan for each trace file."""
-    from sketchssm.calibrate.calibration import Calibration, LayerCalibration, StoredBasis, make_plans
-    from sketchssm.calibrate.plans import calibrate, check_settings, residual_settings
+    from sketchssm.calibrate.calibration import Calibration, LayerCalibration, make_plans
+    from sketchssm.calibrate.plans import calibrate, check_method, check_settings, residual_settings
     from sketchssm.calibrate.traces import Traces, named_errors
     from sketchssm.cli.output import save_plans
     from sketchssm.cuda import MAX_RANK
@@ -146,13 +146,13 @@ def _from_traces(
             step(f"calibrating {path.name}")
             recorded = Traces.load(path)
             with named_errors(recorded):
-                recorded.check_method(settings.method)
+                check_method(recorded, settings.method)
                 if len(traces) == 1 or settings.method == "uniform":  # more layers may share a reduction
                     check_settings([recorded.layer], settings.window, rank, reduction, rank_max, **made)
                 most = rank_max or min(MAX_RANK, recorded.layer.key_dim, recorded.layer.value_dim)
                 layer = calibrate(recorded, settings.window, most)
                 joint = layer.joint(bits, form, settings.method) if bits and settings.method != "uniform" else None
-            layers[file] = LayerCalibration(StoredBasis.of(layer.basis), layer.scores, joint)
+            layers[file] = LayerCalibration(layer.basis, layer.scores, joint)
             tokens = max(tokens, math.prod(recorded.calib.v.shape[:2]))  # of the same text
     plans, summary = make_plans(Calibration(layers, tokens=tokens), mean_rank, reduction, rank_max=None, **made)
     save_plans(list(plans.values()), files)

@@ -12,7 +12,7 @@ import torch
 from sketchssm.arrays import interop
 from sketchssm.calibrate.allocation import METHODS, budget_of
 from sketchssm.calibrate.basis import fit_basis
-from sketchssm.calibrate.calibration import Calibration, LayerCalibration, StoredBasis
+from sketchssm.calibrate.calibration import Calibration, LayerCalibration
 from sketchssm.calibrate.joint_scores import WINDOWS, JointScores
 from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.plans import check_settings
@@ -273,7 +273,7 @@ def collect(
         for row, marks in run.rows("answers", list(zip(questions, wanted, strict=True))):
             backward(model, {name: [own] for name, own in asked.items()}, row, marks)
         made = {name: own | {"answers": asked[name]} for name, own in made.items()}
-    parts = {name: LayerCalibration(StoredBasis.of(bases[name]), **own) for name, own in made.items()}
+    parts = {name: LayerCalibration(bases[name], **own) for name, own in made.items()}
     return Calibration(parts, identity, sum(row.size for row in (*fit, *score)))
 
 

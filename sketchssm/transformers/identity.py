@@ -51,6 +51,8 @@ def _digest(layer: str, module: torch.nn.Module) -> str:
         held = _offloaded(module, name) if parameter.is_meta else parameter
         if held is None:
             raise ValueError(f"model: expected loaded parameters, got {layer}.{name} on the device meta")
+        if type(held).dequantize is not torch.Tensor.dequantize:  # weights of torchao, of which few operators run
+            held = held.dequantize()
         values = held.detach().reshape(-1)
         values = values[:: -(-values.numel() // SAMPLES) or 1]
         if values.is_floating_point():
