@@ -16,7 +16,7 @@ from sketchssm.plans.model_plans import AllocationSummary, LayerFingerprint, Mod
 from sketchssm.plans.plan import FORMAT
 
 LAYER = LAYERS["gdn"]  # 4 heads, K = 6, V = 5
-RANKS = np.array([3, FULL_STATE, 1, 2])
+RANKS, BITS = np.array([3, FULL_STATE, 1, 2]), [1, 0, 0, 3]
 
 
 @pytest.fixture
@@ -134,10 +134,11 @@ class TestShard:
     @pytest.mark.parametrize("backend", ["reference", "cpu"])
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("world", [2, 4])
-    def test_heads_of_shards_are_the_whole_head(self, world, kind, backend, rng):
+    @pytest.mark.parametrize("form", [{"map": "lowrank", "pivots": 2}, {"map": "subspace", "residual_bits": BITS}])
+    def test_heads_of_shards_are_the_whole_head(self, form, world, kind, backend, rng):
         """Bitwise: a head's arithmetic does not depend on the other heads of its layer."""
         layer = LAYERS[kind]
-        plan = plan_of(rng, layer, RANKS, window=3, map="lowrank", pivots=2)
+        plan = plan_of(rng, layer, RANKS, window=3, **form)
         gate = gate_of(rng, layer) if layer.channel_decays else None
         tokens, start = tokens_of(rng, layer, 2, 8), states_of(rng, layer, 2)
         if gate is not None:
@@ -266,7 +267,8 @@ def save_older(path, version, settings):
 @pytest.mark.parametrize("version", [2, 3, 4])
 def test_older_files(version, rng, tmp_path):
     """Plans of a layer and of a model."""
-    path, plan = tmp_path / "plan.safetensors", plan_of(rng, LAYER, RANKS)
+    form = {"map": "subspace", "residual_bits": BITS} if version == 4 else {}
+    path, plan = tmp_path / "plan.safetensors", plan_of(rng, LAYER, RANKS, **form)
     plan.save(path)
     save_older(path, version, {})
     same(ss.SketchPlan.load(path), plan)
