@@ -121,6 +121,11 @@ def test_shares_of_processes(calibration):
     refused(r"parts\[1\]: expected a calibration with a model's fing", join, [first, ss.Calibration(second.layers)])
     other = share_of(calibration, ["layers.0"], np.s_[2:], weighting="error")
     refused("parts: expected shares of layers.0 with .*'gradient'.*, got .*'error'", join, [first, other])
+    for part in (first, second):
+        identity = part.fingerprint.layers["layers.0"]
+        part.fingerprint.layers["layers.0"] = identity._replace(layer=calibration.layers["layers.0"].basis.layer)
+    same(join([first, second, parts[2]]).plans(3), calibration.plans(3))
+    refused("parts: expected all shares of layers.0, .*, got 1 as ", join, [second, parts[2]])
     for wrong, message in ((5, "parts: expected a sequence of Calibrations"), ([5], r"parts\[0\]: expected a Calib")):
         with pytest.raises(TypeError, match=message):
             join(wrong)

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -72,10 +73,12 @@ def test_followed_rows_are_one_request_s(moving):
     assert min(counts) < STEPS // 2
 
 
-def recorder(path, layers=LAYERS, tokens=320, share=1.0, **others):
+def recorder(path, layers=LAYERS, tokens=320, share=1.0, whole=None, **others):
     lines = []
     made = Recording(str(path), "Model", 8, tokens, share, lines.append, **others)
-    records = {name: made.layer(name, "Mixer", layer, lambda: None) for name, layer in layers.items()}
+    records = {
+        name: made.layer(name, "Mixer", layer, lambda: None, (whole or layers)[name]) for name, layer in layers.items()
+    }
     return made, records, lines
 
 
@@ -119,13 +122,17 @@ def test_rows_behind_the_convolution_are_contiguous(rng):
 
 
 def test_shares_of_processes_are_joined(rng, tmp_path):
-    """Two processes with half of the heads each write what one process with all heads writes."""
+    """Two processes with half of the heads each write what one process with all heads writes. Both hold a key head of
+    all heads.
+    """
     layers = {kind: LAYERS[kind] for kind in ("mamba2", "gdn", "kda")}
+    layers["one key"] = replace(LAYERS["mamba2"], key_heads=1)
     tokens = {name: tokens_of(rng, layer, 1, 400) for name, layer in layers.items()}
 
     def record(path, **process):
         rank, world = process.get("rank", 0), process.get("world", 1)
-        made, records, lines = recorder(path, {n: layer.shard(rank, world) for n, layer in layers.items()}, **process)
+        own = {name: layer.shard(rank, world) for name, layer in layers.items()}
+        made, records, lines = recorder(path, own, whole=layers, **process)
         mine = {}
         for name, layer in layers.items():
             heads, keys = layer.shard_heads(rank, world)

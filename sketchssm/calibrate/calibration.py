@@ -211,6 +211,8 @@ class Calibration(Stored):
             if self.fingerprint is not None:
                 identity = self.fingerprint.layers[name]
                 entry |= {"module": identity.module, "parameters": identity.parameters}
+                if identity.layer != own.basis.layer:  # a process's share
+                    entry["whole"] = asdict(identity.layer)
             layers[name] = entry
         model = None if self.fingerprint is None else self.fingerprint.model
         return tensors, {"model": model, "layers": layers, "tokens": self.tokens}
@@ -231,7 +233,8 @@ class Calibration(Stored):
                     scores[kind] = scores_of_sums(own, basis, entry[kind], sums, place)
             found[name] = LayerCalibration(basis, **scores)  # type: ignore[arg-type]
             if model is not None:
-                identities[name] = LayerFingerprint(str(entry["module"]), layer, str(entry["parameters"]))
+                whole = Layer(**entry["whole"]) if "whole" in entry else layer
+                identities[name] = LayerFingerprint(str(entry["module"]), whole, str(entry["parameters"]))
         fingerprint = None if model is None else ModelFingerprint(str(model), identities)
         return cls(found, fingerprint, tokens)
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from sketchssm.calibrate.calibration import SCORES, SETTINGS, Calibration, LayerCalibration, scores_of_sums
 from sketchssm.layer.checks import check_instance, check_items
+from sketchssm.layer.recurrence import Layer
 from sketchssm.plans.model_plans import ModelFingerprint
 
 __all__ = ["join_shards"]
@@ -22,7 +23,8 @@ def join_shards(parts: Sequence[Calibration]) -> Calibration:
     ----------
     parts : sequence of Calibration
         Calibrations in the order of the processes' ranks, each with the fingerprint of its layers. Parts with the same
-        layer have shares of its heads, in the order of the heads (tensor parallelism).
+        layer have shares of its heads, in the order of the heads (tensor parallelism). Where processes hold the same
+        key heads, their fingerprints have the whole layer.
 
     Returns
     -------
@@ -32,7 +34,8 @@ def join_shards(parts: Sequence[Calibration]) -> Calibration:
     Raises
     ------
     ValueError
-        If there are no parts, one has no fingerprint, or shares of a layer differ in more than their heads.
+        If there are no parts, one has no fingerprint, shares of a layer differ in more than their heads, or are not
+        all the shares of the whole layer.
     """
     parts = check_items("parts", parts, "Calibrations")
     if not parts:
@@ -49,8 +52,7 @@ def join_shards(parts: Sequence[Calibration]) -> Calibration:
             if (got := _common(other)) != (want := _common(own[0])):
                 raise ValueError(f"parts: expected shares of {name} with {want}, got {got}")
         shapes = [each.basis.layer for each in own]
-        heads, keys = (sum(getattr(shape, size) for shape in shapes) for size in ("heads", "key_heads"))
-        layer = replace(shapes[0], heads=heads, key_heads=keys)
+        layer = _whole(name, shapes, [x.fingerprint.layers[name].layer for x in shares if x.fingerprint])
         basis = replace(own[0].basis, layer=layer, omega=np.concatenate([each.basis.omega for each in own]))
         scores: Any = {}
         for kind, form in SCORES.items():
@@ -64,6 +66,17 @@ def join_shards(parts: Sequence[Calibration]) -> Calibration:
         identities[name] = fingerprint.layers[name]._replace(layer=layer)
     assert fingerprint is not None
     return Calibration(layers, ModelFingerprint(fingerprint.model, identities), parts[0].tokens)
+
+
+def _whole(name: str, shapes: Sequence[Layer], told: Sequence[Layer]) -> Layer:
+    """The layer of some shares; `told` are the layers of their fingerprints."""
+    if list(told) == list(shapes):
+        heads, keys = (sum(getattr(shape, size) for shape in shapes) for size in ("heads", "key_heads"))
+        return replace(shapes[0], heads=heads, key_heads=keys)
+    want = [told[0].shard(rank, len(shapes)) for rank in range(len(shapes))]
+    if {*told} != {told[0]} or list(shapes) != want:
+        raise ValueError(f"parts: expected all shares of {name}, {told[0]}, got {len(shapes)} as {shapes[0]}")
+    return told[0]
 
 
 def _common(own: LayerCalibration) -> dict[str, Any]:

@@ -86,14 +86,24 @@ NOTHING = Choice()
 
 
 class LayerRecord:
-    """Sums of one layer. `gate` gives the parameters of raw gates, if the layer's head takes such."""
+    """Sums of one layer. `gate` gives the parameters of raw gates, if the layer's head takes such.
+
+    `whole` is the layer of which this process has a share.
+    """
 
     basis: StoredBasis  # once there are enough moments
 
     def __init__(
-        self, recording: Recording, name: str, module: str, layer: Layer, gate: Callable[[], GateInput | None]
+        self,
+        recording: Recording,
+        name: str,
+        module: str,
+        layer: Layer,
+        gate: Callable[[], GateInput | None],
+        whole: Layer,
     ) -> None:
         self.recording, self.name, self.module, self.layer, self._gate = recording, name, module, layer, gate
+        self.whole = whole
         self.sums: dict[str, Any] = {"moments": Moments(layer, window=recording.window)}
         self.tokens = 0  # of the sums
         self.skipped = 0  # chunks and followed rows that sums refused
@@ -224,9 +234,16 @@ class Recording:
         self.device = torch.device("cpu")
         self._part(rank).unlink(missing_ok=True)
 
-    def layer(self, name: str, module: str, layer: Layer, gate: Callable[[], GateInput | None]) -> LayerRecord:
+    def layer(
+        self,
+        name: str,
+        module: str,
+        layer: Layer,
+        gate: Callable[[], GateInput | None],
+        whole: Layer | None = None,
+    ) -> LayerRecord:
         """Sums of one more layer, of a class `module`."""
-        self._layers[name] = LayerRecord(self, name, module, layer, gate)
+        self._layers[name] = LayerRecord(self, name, module, layer, gate, whole or layer)
         return self._layers[name]
 
     @cached_property
@@ -344,7 +361,7 @@ class Recording:
     def _write(self) -> None:
         records: dict[str, Any] = self._layers
         layers = {name: LayerCalibration(record.basis, **record.sums) for name, record in records.items()}
-        names = {name: LayerFingerprint(record.module, record.layer, "") for name, record in records.items()}
+        names = {name: LayerFingerprint(record.module, record.whole, "") for name, record in records.items()}
         scored = min(record.tokens for record in records.values())
         own = Calibration(layers, ModelFingerprint(self._model, names), self._fitted + scored)
         told = (

@@ -122,7 +122,9 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
         self._share = self._shares[get_tensor_model_parallel_rank() % len(self._shares)]
         if settings.record is not None and not config.parallel_config.data_parallel_rank:
             recording = others[0].record.recording if others else recording_of(config, settings)
-            self.record = recording.layer(self.prefix, type(self).__bases__[-1].__name__, self.layer, self.gate)
+            self.record = recording.layer(
+                self.prefix, type(self).__bases__[-1].__name__, self.layer, self.gate, self.whole
+            )
 
     @property
     def active(self) -> bool:
@@ -133,6 +135,12 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
     @abstractmethod
     def layer(self) -> Layer:
         """Kind and shape of this process's share of the layer."""
+
+    @property
+    def whole(self) -> Layer:
+        """Kind and shape of the layer of all processes."""
+        world = self.tp_size
+        return replace(self.layer, heads=world * self.layer.heads, key_heads=world * self.layer.key_heads)
 
     def gate(self) -> GateInput | None:
         """Parameters of raw gates, for kda."""

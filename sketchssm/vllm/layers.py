@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,11 @@ class HeadMamba2(HeadLayer):
         """Kind and shape of this process's share of the layer."""
         world = self.tp_size
         return Layer("mamba2", self.num_heads // world, self.ssm_state_size, self.head_dim, self.n_groups // world)
+
+    @property
+    def whole(self) -> Layer:
+        """The layer of all processes. Each has a copy of a group of all heads, which vLLM's norm counts once."""
+        return replace(super().whole, key_heads=self.norm.n_groups)
 
     def conv_weight(self) -> Any:
         """Weights of the convolution; on a CPU, vLLM packs those of the module."""
