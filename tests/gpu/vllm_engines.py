@@ -193,6 +193,8 @@ def main():
     kind, engines, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     limit = float(sys.argv[4]) if len(sys.argv) > 4 else np.inf
     few = {"vocab_size": FEW_TOKENS} if engines in SPECULATIVE else {}
+    if engines == "mtp":
+        few["decoder_sparse_step"] = 1  # vLLM wants experts in the draft model, too, whose layer has number 0
     (folder / "config.json").write_text(json.dumps(MODELS[kind] | COMMON | few))
     vllm_models.load_random_weights(lambda model: change_weights(model, kind))
     counts = count_events()
