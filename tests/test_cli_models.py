@@ -13,6 +13,7 @@ from test_cli import invoke
 from tiny_models import VISION, make, prompt, st, torch, transformers
 
 import sketchssm as ss
+import sketchssm.cli.calibrate as cli_calibrate
 from sketchssm.plans.files import FileFormatError
 from sketchssm.study.tasks import Score, make_prompts
 
@@ -176,6 +177,39 @@ def test_a_kept_calibration_gives_plans(folder, plans, tmp_path):
     assert "calibrate --from makes plans of it" in " ".join(invoke("info", kept, code=2).stderr.split())
 
 
+def test_questions_about_the_text(folder, tmp_path, monkeypatch):
+    """They are in the calibration where the text, its rows and the plans allow, as in Python."""
+    text, out = tmp_path / "text.txt", tmp_path / "p.safetensors"
+    ids = prompt(1, 400, seed=3)[0].numpy()
+    text.write_text(" ".join(f"w{i}" for i in ids))
+    np.save(tmp_path / "text.npy", ids)
+    monkeypatch.setattr(cli_calibrate, "ROOM", 160)
+    monkeypatch.setattr(cli_calibrate, "QUESTIONS", 2)
+    command = ["calibrate", "--model", folder, "--rows", 2, "--window", 4, "--device", "cpu", "--out", out]
+
+    def asks(**changed):
+        chosen = {"reduction": 2.7, "text": text, "length": 160} | changed
+        options = [x for name, value in chosen.items() if value is not None for x in (f"--{name}", value)]
+        return "Questions about facts in the text: 2" in invoke(*command, *options).output
+
+    assert asks()
+    got = st.ModelPlans.load(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    settings = {"encode": lambda text: tokenizer(text)["input_ids"], "rng": np.random.default_rng(0), "prompts": 2}
+    asked = make_prompts("keys", ids, **settings, length=160, facts=range(1, 9))
+    settings = {"length": 160, "window": 4, "reduction": 2.7}
+    want = st.calibrate(make("Qwen3Next"), ids[:320], **settings, prompts=asked.ids, answers=asked.answers)
+    assert {name: plan.fingerprint for name, plan in got.items()} == {n: x.fingerprint for n, x in want.items()}
+    for changed in (
+        {"questions": 0},
+        {"method": "error"},
+        {"text": tmp_path / "text.npy"},
+        {"length": 159},
+        {"reduction": None, "mean-rank": 3},
+    ):
+        assert not asks(**changed)
+
+
 def test_plans_for_a_time(folder, tmp_path):
     """The first of the budgets, from the most traffic on, that takes at most as long."""
     arguments = ["--model", folder, "--text", folder / "text.txt", *SHORT, "--window", 4, "--reduction", 1.5]
@@ -303,6 +337,10 @@ TASKS = f"{EVALUATE} --length 80 --plans standard --tasks keys"
         ("calibrate --out x --from {}/text.npy --batch 3", "--batch: has no effect without --microseconds"),
         ("calibrate --out x --rows 3", "--rows: has no effect without --model"),
         ("calibrate --out x --resume y {}/text.npy", "--resume: has no effect without --model"),
+        ("calibrate --out x --questions 3 {}/text.npy", "--questions: has no effect without --model"),
+        (f"{CALIBRATE} --mean-rank 3 --questions 3", "--questions: has no effect without residuals"),
+        (f"{CALIBRATE} --method error --questions 3", "--questions: has no effect with --method error"),
+        (f"{CALIBRATE} --length 24 --reduction 3 --questions 3", "length: expected at least "),
         (f"{CALIBRATE} --rows 3 --sample 48,24", "--rows: has no effect with --sample"),
         (f"{CALIBRATE} --sample 48", "--sample: expected two numbers, for bases and for ranks, got 1"),
         (f"{CALIBRATE} --length 24 --sample 24,96", "text: expected at least 5 rows, got 4; give more text"),

@@ -99,6 +99,16 @@ def test_zero_states_are_no_samples_and_leave_no_error():
     assert (one.samples == 7 * 4).all()  # five windows of 8, the first from a zero state
 
 
+def test_states_whose_squares_vanish_leave_no_error():
+    """Those of strong decays; their relative error would be 0 / 0."""
+    tokens, grad = traces(2, SMALL)
+    tokens.v[0] *= 1e-25
+    grad = grad.astype(np.float32)  # all in float32
+    scores, one = scored(tokens=tokens, grad=grad), scored(tokens=tokens.at(np.s_[1:]), grad=grad[1:])
+    for name in ("paired", "error", "isotropic"):
+        np.testing.assert_allclose(getattr(scores, name), getattr(one, name), rtol=1e-5, err_msg=name)
+
+
 def test_some_windows_calls_and_sums():
     tokens, grad = traces(3, SMALL, 48)
     basis = SketchBasis.random(SMALL, 6)

@@ -159,7 +159,8 @@ class JointScores(Accumulator):
         slope = None if reads.slope is None else reads.slope[at]
         counts = space.array(np.array([reads.counts[i] for i in some]), "float64")
         energy = space.cast(space.xp.square(states).sum((-1, -2)), "float64")
-        weight = space.xp.where(live, counts / space.xp.where(live, energy, 1.0), 0.0)
+        any_energy = live & (energy > 0)  # in float32 squares of states below 1e-23 vanish
+        weight = space.xp.where(any_energy, counts / space.xp.where(any_energy, energy, 1.0), 0.0)
         image, rows = self._sketches(space, states, heads, dtype)
         found = self._measured(space, states, image, rows, x, slope, dtype)
         sums["error"][heads] += found[..., 0].sum((0, 2))

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from sketchssm.plans.plan import SketchPlan
     from sketchssm.transformers.loading import ModelText
 
+QUESTIONS = 16
+"""Questions about a text, if not chosen."""
+
+ROOM = 512
+"""Fewest tokens of a row for this default: facts need some."""
+
 
 @click.command("calibrate")
 @options.trace_files
@@ -40,6 +46,12 @@ if TYPE_CHECKING:
 @click.option(
     "--resume", type=NEW_FILE, help="For --model: file for the sums so far, from which a later run continues."
 )
+@click.option(
+    "--questions",
+    type=click.IntRange(min=0),
+    help="For --model: prompts with questions about facts in --text, whose answers plans with residuals keep.  "
+    f"[default: {QUESTIONS} with a tokenizer, gradients and a --length of {ROOM} or more, else 0]",
+)
 @click.option("--keep", type=NEW_FILE, help="For --model: also write its calibration, from which --from makes plans.")
 @click.option("--from", "calibration", type=OLD_FILE, help="Instead of TRACES: a calibration that --keep wrote.")
 @click.option("--microseconds", type=POSITIVE, help="With --from: budget, the time of a step of all layers.")
@@ -57,6 +69,7 @@ def command(
     reduction: float | None,
     sample: tuple[int, ...] | None,
     resume: Path | None,
+    questions: int | None,
     keep: Path | None,
     calibration: Path | None,
     microseconds: float | None,
@@ -88,7 +101,7 @@ def command(
         raise click.UsageError("--microseconds: expected --time-on cpu or --time-on cuda beside it")
     budget: dict[str, Any] = {"mean_rank": mean_rank, "reduction": reduction, "rank_max": rank_max}
     if calibration is not None:
-        options.refuse("with --from", ("keep", "imported", "window", "sample", "resume"))
+        options.refuse("with --from", ("keep", "imported", "window", "sample", "resume", "questions"))
         options.check_files({"--from": calibration}, out=Path(out), json=json_file)
         if microseconds is not None:
             options.refuse("with --microseconds", ("mean_rank", "reduction"))
@@ -96,7 +109,7 @@ def command(
         _from_calibration(calibration, Path(out), settings, Output(json_file), **budget)
         return
     if source is None:
-        options.refuse("without --model", ("keep", "imported", "sample", "resume"))
+        options.refuse("without --model", ("keep", "imported", "sample", "resume", "questions"))
         files = plan_paths(traces, out)
         options.check_files({"TRACES": traces}, out=files, json=json_file)
         _from_traces(traces, files, settings, Output(json_file), **budget)
@@ -106,9 +119,14 @@ def command(
         {"--text": source.text, "--import": imported}, out=path, keep=keep, resume=resume, json=json_file
     )
     if imported is not None:
-        options.refuse("with --import", ("text", "rows", "length", "window", "sample", "resume", "reduction"))
+        ignored = ("text", "rows", "length", "window", "sample", "resume", "reduction", "questions")
+        options.refuse("with --import", ignored)
         if mean_rank is None:
             raise click.UsageError("--mean-rank: expected a mean rank with --import, whose scores have no residuals")
+    if not keep and reduction is None and not settings.residual_bits:
+        options.refuse("without residuals", ("questions",))
+    if settings.method not in (None, "gradient"):
+        options.refuse(f"with --method {settings.method}", ("questions",))
     if sample is not None:
         options.refuse("with --sample", ("rows",))
         if len(sample) != 2:
@@ -118,7 +136,7 @@ def command(
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
     run = {"sample": sample, "resume": resume}
-    _of_model(source, path, settings, Output(json_file), keep, imported, run, **budget)
+    _of_model(source, path, settings, Output(json_file), keep, imported, questions, run, **budget)
 
 
 def _from_traces(
@@ -167,6 +185,7 @@ def _of_model(
     output: Output,
     keep: Path | None,
     imported: Path | None,
+    questions: int | None,
     run: dict[str, Any],
     **budget: Any,
 ) -> None:
@@ -181,11 +200,17 @@ def _of_model(
     else:
         with output.progress("loading the model", 1):
             model, rows = source.load(least=2 if run["sample"] is None else source.rows)
-        with output.progress("calibrating", progress_steps(len(rows))) as step:
+        _, form, bits = check_settings([x.layer for x in layers(model).values()], **chosen)
+        if (bits or keep) and settings.method in (None, "gradient"):
+            if questions is None and _can_ask(source, model, rows[0], settings):
+                questions = QUESTIONS
+            if questions:
+                run |= source.questions(questions)
+                output.say(f"Questions about facts in the text: {questions}")
+        with output.progress("calibrating", progress_steps(len(rows) + (questions or 0))) as step:
             if keep is None:
                 _write_plans(calibrate(model, rows, progress=step, **run, **chosen), out, output)
                 return
-            _, form, bits = check_settings([x.layer for x in layers(model).values()], **chosen)
             sizes: Any = {name: chosen[name] for name in ("window", "method", "rank_max")}
             if bits:
                 sizes["sketch_dtype"] = form
@@ -195,6 +220,16 @@ def _of_model(
         output.say(f"Written: {keep}")
     plans = calibration.plans(**{name: x for name, x in chosen.items() if name not in ("window", "rank_max")})
     _write_plans(plans, out, output)
+
+
+def _can_ask(source: ModelText, model: Any, row: Any, settings: Settings) -> bool:
+    """Whether the text and the model allow questions that nobody chose."""
+    from sketchssm.transformers.passes import without_gradients
+
+    assert source.text is not None
+    if source.text.suffix == ".npy" or source.length < ROOM:
+        return False
+    return settings.method is not None or not without_gradients(model, row[: settings.window + 2])
 
 
 def _from_calibration(path: Path, out: Path, settings: Settings, output: Output, **budget: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sketchssm.study.tasks import make_prompts
 from sketchssm.transformers.modeling import check_version
 from sketchssm.transformers.text import Ids, encoded, token_rows
 
@@ -71,6 +72,16 @@ class ModelText:
         text, tokenizer = self._text()
         encode = partial(encoded, tokenizer or self._tokenizer())
         return np.array(encode(text)) if isinstance(text, str) else text, encode
+
+    def questions(self, number: int) -> dict[str, Any]:
+        """Prompts and answers of a calibration, as of `calibrate`: questions about one of 1 to 8 facts in the text.
+
+        ValueError if the text or the tokenizer can't be read, or the facts have no room.
+        """
+        text, encode = self.haystack()
+        rng = np.random.default_rng(0)
+        made = make_prompts("keys", text, encode, number, rng, length=self.length, facts=range(1, 9))
+        return {"prompts": made.ids, "answers": made.answers}
 
     def _text(self) -> tuple[Any, Any]:
         """Token ids and None, or text and the tokenizer."""
