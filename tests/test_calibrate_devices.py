@@ -113,3 +113,29 @@ def test_products_are_in_float32(torch, device, rng):
     finally:
         torch.set_float32_matmul_precision("highest")
     assert np.array_equal(mixed.state_gram, plain.state_gram)
+
+
+@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_waits_for_its_device_twice(kind, name, torch, monkeypatch, rng):
+    """Once more with write gates and a decay per channel. An index that is a list would wait too."""
+    from torch.overrides import TorchFunctionMode
+
+    monkeypatch.setattr(interop, "is_on_device", lambda array: interop.framework(array) == "torch")
+    layer, waits = ss.Layer(kind, 4, 32, 24, 2), []
+
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            called = getattr(function, "__name__", "")
+            if called in ("__bool__", "__float__", "__int__", "item", "tolist", "cpu", "numpy", "nonzero"):
+                waits.append(called)
+            if called in ("__getitem__", "__setitem__"):
+                index = args[1] if isinstance(args[1], tuple) else (args[1],)
+                waits.extend(x for x in index if isinstance(x, list | np.ndarray))
+            return function(*args, **kwargs or {})
+
+    tokens = [None if x is None else torch.from_numpy(x) for x in tokens_of(rng, layer, 2, 60)]
+    sums = made(name, layer)
+    with Seen():
+        sums.update(*tokens)
+    assert waits == ["__float__"] * layer.channel_decays * layer.erases + ["__bool__"] * 2

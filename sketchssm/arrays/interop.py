@@ -216,7 +216,7 @@ def to_kind(array: npt.NDArray[Any], like: Any, dtype: Any = None) -> Any:
     if kind == "torch":
         import torch
 
-        return torch.from_numpy(array).to(like.device, dtype=dtype)
+        return torch.from_numpy(array).to(like.device, dtype=dtype, non_blocking=True)  # a device is not waited for
     if kind == "cupy":
         with like.device:
             return _on_cupy(array, dtype or array.dtype)

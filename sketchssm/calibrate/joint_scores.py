@@ -154,7 +154,7 @@ class JointScores(Accumulator):
         if not some:
             return
         heads = reads.heads
-        at = np.s_[:, :, some] if len(some) < len(reads.numbers) else np.s_[...]
+        at = np.s_[:, :, some[0] :: self.every]
         states, x, live = (array[at] for array in (reads.states, reads.queries, reads.live))
         slope = None if reads.slope is None else reads.slope[at]
         counts = space.array(np.array([reads.counts[i] for i in some]), "float64")
@@ -195,7 +195,7 @@ class JointScores(Accumulator):
         The bases of ranks are nested (`sketchssm.reference.maps.subspace`), so each rank adds columns to the last.
         """
         form, turned = SketchFormat.of(self.sketch_dtype), states.swapaxes(-1, -2)
-        omega = space.array(self._omega[heads], dtype)[:, None]
+        omega = self._columns(space, heads, dtype)[:, None]
         rows = prefix_basis(space, space.product(turned, states @ omega), dtype).swapaxes(-1, -2)
         return stored(space, form, space.product(rows, turned)), stored(space, form, rows)
 

@@ -122,7 +122,7 @@ class Moments(Stored, Accumulator):
         for name, x, share in (("state_gram", states, weight), ("query_gram", reads.queries, 1.0)):
             columns = x.reshape(*x.shape[:2], -1, x.shape[-1])
             gram = space.cast(columns.swapaxes(-1, -2) @ columns, "float64")
-            sums[name][reads.heads] += share * gram.sum(0)
+            sums[name][reads.heads] += gram.sum(0) if share == 1.0 else share * gram.sum(0)
         live = space.cast(reads.live[:, :, some], dtype) * counts
         sums["samples"][reads.heads] += space.cast(live.sum((0, 2)), "int64")
 

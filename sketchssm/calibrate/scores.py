@@ -132,7 +132,7 @@ class RankScores(Accumulator):
 
     def _add(self, space: Space, reads: Reads, sums: dict[str, Any], dtype: str) -> None:
         heads = reads.heads
-        omega = space.array(self._omega[heads], dtype)
+        omega = self._columns(space, heads, dtype)
         lead = tuple(reads.states.shape[:3])
         sketch = reads.states.reshape(*lead[:2], -1, self.layer.key_dim) @ omega
         basis = prefix_basis(space, sketch.reshape(*lead, self.layer.value_dim, -1), dtype)

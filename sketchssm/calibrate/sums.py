@@ -12,7 +12,7 @@ import numpy as np
 
 from sketchssm.arrays import interop
 from sketchssm.arrays.space import Space
-from sketchssm.calibrate.windows import Carry, Reads, take_array, take_tokens, visit
+from sketchssm.calibrate.windows import Carry, Reads, host_tokens, take_array, take_tokens, visit
 from sketchssm.layer.recurrence import Layer, Tokens
 
 ARGUMENTS = {"gradient": "grad", "perturbation": "weight", "error": "neither"}
@@ -61,7 +61,7 @@ class Accumulator(ABC):
         Products are in float32 unless an input is float64, and sums of each block's products in float64. If float32
         has no room for a product, all is computed again in float64.
         """
-        space, tokens = take_tokens(self.layer, *inputs)
+        space, tokens, good = take_tokens(self.layer, *inputs)
         top, facts = 1.0, dict[str, str]()
         if "weighting" in vars(self):
             given = [name for name, x in (("gradient", grad), ("perturbation", weight)) if x is not None] or ["error"]
@@ -75,6 +75,9 @@ class Accumulator(ABC):
         wide = any(x is not None and str(x.dtype).endswith("float64") for x in (*tokens, grad))
         for dtype in ("float64",) if wide else ("float32", "float64"):
             sums, after = self._summed(space, tokens, grad, carry, dtype, top)
+            if not bool(good):  # the first wait for a device
+                host_tokens(self.layer, *inputs)  # names the argument
+            good = True
             try:
                 totals = added(self, sums)
                 break
@@ -83,6 +86,15 @@ class Accumulator(ABC):
                     raise
         self.__dict__.update(totals, **facts)
         return after
+
+    def _columns(self, space: Space, heads: slice, dtype: str) -> Any:
+        """Columns ``(heads, K, G)`` of the basis of some heads; on a device they stay there."""
+        if not space.on_device:
+            return space.array(vars(self)["_omega"][heads], dtype)
+        held = vars(self).get("_on_device")
+        if held is None or not (space.holds(held) and str(held.dtype).endswith(dtype)):
+            held = vars(self)["_on_device"] = space.array(vars(self)["_omega"], dtype)
+        return held[heads]
 
     def _summed(
         self, space: Space, tokens: Tokens, grad: Any, carry: Carry | None, dtype: str, top: float
@@ -156,7 +168,7 @@ def added(owner: object, sums: dict[str, Any]) -> dict[str, Any]:
         for name, more in sums.items():
             space, held = Space(more), vars(owner)[name]
             totals[name] = (space.array(held, _type_of(name)) if space.on_device else _host(held, name)) + more
-        if bool(reduce(and_, map(_has_room, totals.values()))):  # one wait for a device
+        if bool(reduce(and_, (_has_room(total) for name, total in totals.items() if name != "samples"))):
             return totals
     name, total = next((name, total) for name, total in totals.items() if not bool(_has_room(total)))
     cause = "grad, weight" if name in ("paired", "weighted") else "q, k, v"

@@ -11,6 +11,7 @@ small products.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -94,32 +95,34 @@ def host_tokens(layer: Layer, q: Any, k: Any, v: Any, g: Any, beta: Any) -> Toke
     return tokens
 
 
-def take_tokens(layer: Layer, q: Any, k: Any, v: Any, g: Any, beta: Any) -> tuple[Space, Tokens]:
-    """Check the traces of one call as `host_tokens`, and return them where they are: on one device, or on the host."""
+def take_tokens(layer: Layer, q: Any, k: Any, v: Any, g: Any, beta: Any) -> tuple[Space, Tokens, Any]:
+    """Check the traces of one call as `host_tokens`, and return them where they are: on one device, or on the host.
+
+    Numbers on a device are not waited for: the last result is one there that tells whether they pass, or True.
+    """
     space, given = Space(v), Tokens(q, k, v, g, beta)
     if not (space.on_device and all(x is None or space.holds(x) for x in given)):
-        return Space(), host_tokens(layer, *given)
+        return Space(), host_tokens(layer, *given), True
     check_tokens(layer, *given, tokens_axis=True)
-    with space.exact():
-        good = _plausible(space, layer, given)
-    if not good:
+    floats = [
+        getattr(space.xp, name) for name in ("float64", "float32", "float16", "bfloat16") if hasattr(space.xp, name)
+    ]
+    if any(x is not None and x.dtype not in floats for x in given):
         host_tokens(layer, *given)  # raises, and names the argument
-    return space, given
+    with space.exact():
+        return space, given, _plausible(space, layer, given)
 
 
-def _plausible(space: Space, layer: Layer, tokens: Tokens) -> bool:
-    """What `host_tokens` checks, on a device and with one wait for it."""
+def _plausible(space: Space, layer: Layer, tokens: Tokens) -> Any:
+    """Whether numbers on a device pass `host_tokens`; False also where the sum of finite ones is not."""
     xp = space.xp
-    floats = [getattr(xp, name) for name in ("float64", "float32", "float16", "bfloat16") if hasattr(xp, name)]
-    if any(x is not None and x.dtype not in floats for x in tokens):
-        return False
-    good = (tokens.g <= 0).all()
-    for x in (tokens.q, tokens.k, tokens.v):
-        good = good & xp.isfinite(x).all()
+    total = sum(x.sum(dtype=xp.float64) for x in (tokens.q, tokens.k, tokens.v))
+    good = (tokens.g <= 0).all() & (abs(total) < math.inf)
     if tokens.beta is not None:
-        squares = xp.square(space.cast(tokens.k, "float32")).sum(-1)[:, :, _key_heads(layer, slice(0, layer.heads))]
-        good = good & ((tokens.beta >= 0) & (tokens.beta <= 2) & (tokens.beta * squares <= LARGEST_ERASE)).all()
-    return bool(good)
+        squares = xp.square(space.cast(tokens.k, "float32")).sum(-1)[..., None]
+        beta = tokens.beta.reshape(*squares.shape[:-1], layer.group)
+        good = good & ((beta >= 0) & (beta <= 2) & (beta * squares <= LARGEST_ERASE)).all()
+    return good
 
 
 def visit(
@@ -219,10 +222,9 @@ class _Run:
         """Inputs of some windows, ``(rows, heads, windows, W, ...)``, with zeros before and after the call's."""
         ring = self.carry.ring
         assert ring is not None
-        keys = _key_heads(self.layer, heads)
         g = self.tokens.g if self.layer.channel_decays else self.tokens.g[..., None]
-        q = self._windows(self.tokens.q, None, rows, keys, numbers, self.dtype)
-        k = self._windows(self.tokens.k, ring.k[rows, heads], rows, keys, numbers, self.dtype)
+        q = self._windows(self.tokens.q, None, rows, heads, numbers, self.dtype)
+        k = self._windows(self.tokens.k, ring.k[rows, heads], rows, heads, numbers, self.dtype)
         v = self._windows(self.tokens.v, ring.v[rows, heads], rows, heads, numbers, self.dtype)
         g = self._windows(g, ring.g[rows, heads], rows, heads, numbers, "float64")
         g = self.space.xp.clip(g, FORGOTTEN, 0.0)
@@ -232,21 +234,26 @@ class _Run:
         beta = self._windows(beta, ring.beta[rows, heads][..., None], rows, heads, numbers, self.dtype)
         return Tokens(q, k, v, g, beta[..., 0])
 
-    def _windows(self, x: Any, before: Any, rows: slice, heads: Any, numbers: range, dtype: str) -> Any:
-        """One input of some windows; `before` are its values in the open window of the carry."""
+    def _windows(self, x: Any, before: Any, rows: slice, heads: slice, numbers: range, dtype: str) -> Any:
+        """One input of some windows, of value or of key heads; `before` are its values in the carry's open window."""
         opened = self.carry.position
         start, stop = (max(0, edge * self.window - opened) for edge in (numbers.start, numbers.stop))
-        part = x[rows, start:stop][:, :, heads].swapaxes(1, 2)
-        space = self.space
-        whole = space.empty((*part.shape[:2], len(numbers) * self.window, part.shape[-1]), dtype)
+        part = x[rows, start:stop].swapaxes(1, 2)
+        space, group = self.space, self.layer.heads // part.shape[1]
+        if heads.start % group or heads.stop % group:
+            part, group = part[:, [head // group for head in range(heads.start, heads.stop)]], 1
+        else:  # without an array of numbers, for which a device is waited
+            part = part[:, heads.start // group : heads.stop // group]
+        lead = part.shape[0], heads.stop - heads.start
+        whole = space.empty((*lead, len(numbers) * self.window, part.shape[-1]), dtype)
         at = opened if not numbers.start else 0
         end = at + part.shape[2]
         if at:
             whole[:, :, :at] = 0 if before is None else space.array(before, dtype)
-        whole[:, :, at:end] = part
+        whole.reshape(*part.shape[:2], group, *whole.shape[2:])[..., at:end, :] = part[:, :, None]
         if end < whole.shape[2]:
             whole[:, :, end:] = 0
-        return whole.reshape(*part.shape[:2], len(numbers), self.window, part.shape[-1])
+        return whole.reshape(*lead, len(numbers), self.window, part.shape[-1])
 
     def open_ring(self) -> Ring | None:
         """The open window's raw inputs after the call; None without tokens."""
@@ -261,11 +268,6 @@ class _Run:
         taken = self._taken(rows, every, range(number, number + 1))
         cut: Any = (None if x is None else x[:, :, 0, :left] for x in taken[1:])
         return Ring(*cut)
-
-
-def _key_heads(layer: Layer, heads: slice) -> list[int]:
-    """The key head of each value head."""
-    return [head // layer.group for head in range(heads.start, heads.stop)]
 
 
 def _checked(space: Space, layer: Layer, carry: Carry | None, batch: int, window: int, dtype: str) -> Carry:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from sketchssm.arrays.gates import GateInput
+from sketchssm.serving.batches import on_device
 
 EPSILON = 1e-6
 """Added to the squared norms of queries and keys, as in the engines' kernels."""
@@ -69,7 +70,7 @@ def write_gates(b: torch.Tensor) -> torch.Tensor:
 
 def log_decays(raw: torch.Tensor, gate: GateInput) -> torch.Tensor:
     """Log-decays of raw gates ``(tokens, heads, K)``, as `GateInput.log_decays` gives them."""
-    rate, bias = (torch.tensor(x, device=raw.device) for x in (gate.A_log[:, None], gate.dt_bias))
+    rate, bias = (on_device(x.copy(), raw) for x in (gate.A_log[:, None], gate.dt_bias))
     x = raw.double() + bias
     return -rate.exp() * F.softplus(x) if gate.lower_bound is None else gate.lower_bound * (rate.exp() * x).sigmoid()
 

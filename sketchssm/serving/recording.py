@@ -111,6 +111,10 @@ class LayerRecord:
         self._states: Any = None
         self._rows = 0
 
+    @cached_property
+    def _gate_input(self) -> GateInput | None:
+        return self._gate()
+
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate the tape, for queries, keys and values of a type, and use as much memory as a chunk will need.
 
@@ -146,8 +150,8 @@ class LayerRecord:
         """Add the tokens of the followed rows, those of rows of equally many tokens together."""
         for count in sorted({*counts[: self._rows]} - {0}):
             rows = [i for i, own in enumerate(counts[: self._rows]) if own == count]
-            tokens = [x[:-1].unflatten(0, (ROWS, STEPS))[rows, :count] for x in self._tape]
-            self._add(tokens, self._states[rows])
+            tokens = [_rows(x[:-1].unflatten(0, (ROWS, STEPS)), rows)[:, :count] for x in self._tape]
+            self._add(tokens, _rows(self._states, rows))
 
     def add(self, tokens: Sequence[torch.Tensor | None], state: torch.Tensor | None) -> None:
         """Add tokens ``(tokens, ...)`` of one row behind a state ``(1, heads, V, K)``; None for a zero state."""
@@ -156,10 +160,10 @@ class LayerRecord:
     def _add(self, tokens: Sequence[torch.Tensor | None], states: torch.Tensor | None) -> None:
         """Add tokens ``(rows, tokens, ...)`` behind states ``(rows, heads, V, K)``."""
         q, k, v, g, beta = (*tokens, None)[:5]
-        gate = self._gate()
-        if gate is not None:
-            g = log_decays(g, gate)
-        given = [None if x is None else x.float() for x in (q, k, v, g, beta)]
+        if self._gate_input is not None:
+            g = log_decays(g, self._gate_input)
+        given: list[Any] = [x if x is None or x.is_cuda else x.float() for x in (q, k, v)]  # sums widen those of a GPU
+        given += [None if x is None else x.float() for x in (g, beta)]
         carry = None if states is None else Carry(states.float())
         before = [(sums, dict(vars(sums))) for sums in self.sums.values()]  # an update changes no array in place
         try:
@@ -384,6 +388,12 @@ class Recording:
 
     def _part(self, rank: int) -> Path:
         return self._path.with_name(f"{self._path.name}.{rank}-of-{self._world}")
+
+
+def _rows(x: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Some rows of an array, without an array of their numbers, for which a device is waited."""
+    first, stop = rows[0], rows[-1] + 1
+    return x[first:stop] if stop - first == len(rows) else torch.stack([x[row] for row in rows])
 
 
 def _stamp(path: Path) -> int:
