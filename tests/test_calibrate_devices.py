@@ -10,6 +10,8 @@ from samples import relative, tokens_of
 
 import sketchssm as ss
 from sketchssm.arrays import interop
+from sketchssm.calibrate.sums import add_to_all
+from sketchssm.calibrate.windows import Carry
 from sketchssm.layer.recurrence import KINDS
 from sketchssm.plans.basis import SketchBasis
 
@@ -98,6 +100,45 @@ def test_refusals(spoil, match, device, rng):
     assert not moments.samples.any()
 
 
+def several(layer):
+    return [made(name, layer) for name in SUMS]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_added_to_all(kind, device, rng):
+    """The sums of `update`, one by one. The arrays of a window that begins in a state are there too."""
+    layer = ss.Layer(kind, 4, 32, 24, 2)
+    tokens = tokens_of(rng, layer, 2, 60)
+    there = tuple(map(device, tokens))
+    carry = Carry(device(rng.standard_normal((2, *layer.state_shape)).astype(np.float32)))
+    together, alone = several(layer), several(layer)
+    assert on_host(add_to_all(together, there, carry))
+    for name, found, want in zip(SUMS, together, alone, strict=True):
+        want.update(*there, carry=carry)
+        assert vars(found).get("weighting", "error") == "error"
+        for each in SUMS[name]:
+            assert np.array_equal(getattr(found, each), getattr(want, each))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda t: t._replace(g=t.g + 10),
+        lambda t: t._replace(v=t.v * np.nan),
+        lambda t: t._replace(beta=4 * t.beta),
+        lambda t: t._replace(v=t.v * np.float32(1e36)),  # finite, but not its squares
+    ],
+)
+def test_added_to_none(spoil, device, rng):
+    layer = ss.Layer("gdn", 4, 16, 8, 2)
+    tokens, sums = tokens_of(rng, layer, 2, 60), several(layer)
+    assert on_host(add_to_all(sums, tuple(map(device, tokens)), None))
+    before = [on_host(getattr(own, each)) + 0 for name, own in zip(SUMS, sums, strict=True) for each in SUMS[name]]
+    assert not on_host(add_to_all(sums, tuple(map(device, spoil(tokens))), None))
+    after = [getattr(own, each) for name, own in zip(SUMS, sums, strict=True) for each in SUMS[name]]
+    assert all(map(np.array_equal, before, after))
+
+
 @pytest.mark.parametrize("device", ["host"], indirect=True)
 def test_products_are_in_float32(torch, device, rng):
     """Whatever the caller allows for its own products."""
@@ -118,7 +159,7 @@ def test_products_are_in_float32(torch, device, rng):
 @pytest.mark.parametrize("name", SUMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_update_waits_for_its_device_twice(kind, name, torch, monkeypatch, rng):
-    """Once more with write gates and a decay per channel. An index that is a list would wait too."""
+    """And `add_to_all` not at all. Once more with write gates and a decay per channel. Lists as indices would wait."""
     from torch.overrides import TorchFunctionMode
 
     monkeypatch.setattr(interop, "is_on_device", lambda array: interop.framework(array) == "torch")
@@ -135,7 +176,25 @@ def test_an_update_waits_for_its_device_twice(kind, name, torch, monkeypatch, rn
             return function(*args, **kwargs or {})
 
     tokens = [None if x is None else torch.from_numpy(x) for x in tokens_of(rng, layer, 2, 60)]
-    sums = made(name, layer)
+    sums, once = made(name, layer), ["__float__"] * layer.channel_decays * layer.erases
     with Seen():
         sums.update(*tokens)
-    assert waits == ["__float__"] * layer.channel_decays * layer.erases + ["__bool__"] * 2
+    assert waits == once + ["__bool__"] * 2
+    waits.clear()
+    with Seen():
+        add_to_all([sums], tokens, None)
+    assert waits == once
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ("mamba2", "gdn"))
+def test_pytorch_sees_no_wait(kind, torch, rng):
+    layer = ss.Layer(kind, 4, 32, 24, 2)
+    there = [None if x is None else torch.from_numpy(x).cuda() for x in tokens_of(rng, layer, 2, 60)]
+    carry, sums = Carry(torch.zeros(2, *layer.state_shape, device="cuda")), several(layer)
+    add_to_all(sums, there, carry)  # compiles and uploads
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        add_to_all(sums, there, carry)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

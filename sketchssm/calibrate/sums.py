@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import and_
 from typing import Any, ClassVar, Self
@@ -127,6 +127,35 @@ class Accumulator(ABC):
         return total
 
 
+def add_to_all(accumulators: Sequence[Accumulator], inputs: Sequence[Any], carry: Carry | None) -> Any:
+    """Add the samples of some tokens ``q, k, v, g, beta``, without weights, to each of some sums of one layer.
+
+    The host does not wait for a device (but for the least log-decay of a block, with write gates and a decay per
+    channel). If the inputs or a sum can't be taken, by the rules of `Moments.update`, all sums stay as they are.
+    Products are in float32 alone.
+
+    Returns
+    -------
+    bool, on a device as an array there
+        Whether the sums were changed.
+    """
+    try:
+        space, tokens, good = take_tokens(accumulators[0].layer, *inputs)
+    except ValueError:
+        return False
+    found = []
+    with np.errstate(all="ignore"):
+        for own in accumulators:
+            totals = _totals(own, own._summed(space, tokens, None, carry, "float32", 1.0)[0])
+            found.append(totals)
+            good = good & _have_room(totals)
+    for own, totals in zip(accumulators, found, strict=True):
+        for name, total in totals.items():
+            totals[name] = space.xp.where(good, total, space.array(vars(own)[name], _type_of(name)))
+        own.__dict__.update(totals, **({"weighting": "error"} if "weighting" in vars(own) else {}))
+    return good
+
+
 def common_weighting(scores: Iterable[Accumulator]) -> str:
     """Weighting that all scores have; "error", which needs none, if they differ."""
     found = {each.weighting or "error" for each in scores}
@@ -163,12 +192,9 @@ def added(owner: object, sums: dict[str, Any]) -> dict[str, Any]:
     The object stays as it is. ``owner.__dict__.update(added(owner, sums))`` is one operation: an interrupt comes
     before or after it.
     """
-    totals = {}
     with np.errstate(over="ignore", invalid="ignore"):
-        for name, more in sums.items():
-            space, held = Space(more), vars(owner)[name]
-            totals[name] = (space.array(held, _type_of(name)) if space.on_device else _host(held, name)) + more
-        if bool(reduce(and_, (_has_room(total) for name, total in totals.items() if name != "samples"))):
+        totals = _totals(owner, sums)
+        if bool(_have_room(totals)):
             return totals
     name, total = next((name, total) for name, total in totals.items() if not bool(_has_room(total)))
     cause = "grad, weight" if name in ("paired", "weighted") else "q, k, v"
@@ -176,6 +202,19 @@ def added(owner: object, sums: dict[str, Any]) -> dict[str, Any]:
         f"{cause}: expected inputs with a {name} of at most {LARGEST_SUM:g}, got {float(abs(total).max()):g}: "
         "are keys normalised, and values and gradients scaled?"
     )
+
+
+def _totals(owner: object, sums: dict[str, Any]) -> dict[str, Any]:
+    """Running sums of an object with some more added, by name."""
+    totals = {}
+    for name, more in sums.items():
+        space, held = Space(more), vars(owner)[name]
+        totals[name] = (space.array(held, _type_of(name)) if space.on_device else _host(held, name)) + more
+    return totals
+
+
+def _have_room(totals: dict[str, Any]) -> Any:
+    return reduce(and_, (_has_room(total) for name, total in totals.items() if name != "samples"))
 
 
 def _has_room(total: Any) -> Any:

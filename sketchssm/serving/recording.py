@@ -2,13 +2,14 @@
 
 A `Recording` chooses at each step what is added to the sums of all layers: chunks of prefills, and rows that are
 followed for some tokens while they decode. A chunk or a followed row begins at the exact state in its slot, so it may
-begin anywhere in a request. The time of all this is limited to a share of the engine's. Tokens that sums refuse, such
-as NaN, are skipped and counted.
+begin anywhere in a request. By the time of the host, or of the device if that is longer, this takes at most a share of
+the engine's. The host does not wait for the device. Tokens that sums refuse, such as NaN, are skipped and counted.
 """
 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from sketchssm.calibrate.distributed import join_shards
 from sketchssm.calibrate.joint_scores import WINDOWS, JointScores
 from sketchssm.calibrate.moments import Moments
 from sketchssm.calibrate.scores import RankScores
+from sketchssm.calibrate.sums import add_to_all
 from sketchssm.calibrate.windows import Carry
 from sketchssm.cuda import MAX_RANK
 from sketchssm.layer.recurrence import Layer
@@ -36,6 +38,7 @@ from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.model_plans import LayerFingerprint, ModelFingerprint
 from sketchssm.serving.following import ROWS, STEPS, Followed
 from sketchssm.serving.inputs import log_decays
+from sketchssm.serving.updates import Update
 
 CHUNK = 1024
 """Most tokens of a chunk that are added."""
@@ -57,6 +60,11 @@ LOOK = 1.0
 
 TELL = 60.0
 """Seconds from one line about the tokens so far to the next."""
+
+EXPECTED = (
+    "expected finite queries, keys and values, normalised keys, log-decays of at most 0 and write gates from 0 to 2"
+)
+"""What sums take."""
 
 
 def columns_of(layer: Layer) -> int:
@@ -159,23 +167,23 @@ class LayerRecord:
 
     def _add(self, tokens: Sequence[torch.Tensor | None], states: torch.Tensor | None) -> None:
         """Add tokens ``(rows, tokens, ...)`` behind states ``(rows, heads, V, K)``."""
+        update = Update(self.recording.device)
         q, k, v, g, beta = (*tokens, None)[:5]
         if self._gate_input is not None:
             g = log_decays(g, self._gate_input)
         given: list[Any] = [x if x is None or x.is_cuda else x.float() for x in (q, k, v)]  # sums widen those of a GPU
         given += [None if x is None else x.float() for x in (g, beta)]
         carry = None if states is None else Carry(states.float())
-        before = [(sums, dict(vars(sums))) for sums in self.sums.values()]  # an update changes no array in place
-        try:
-            for sums in self.sums.values():
-                sums.update(*given, carry=carry)
-        except ValueError as error:
-            for sums, attributes in before:  # all sums are of the same tokens
-                vars(sums).update(attributes)
-            self.skipped += 1
-            self.recording.skip(self.skipped, f"{self.name}: {error}")
+        update.end(add_to_all(list(self.sums.values()), given, carry))
+        self.recording.note(self, v.shape[0] * v.shape[1], update)  # type: ignore[union-attr]
+
+    def count(self, tokens: int, good: bool) -> None:
+        """Count tokens that sums have taken, or a chunk or followed row that they have refused."""
+        if good:
+            self.tokens += tokens
         else:
-            self.tokens += v.shape[0] * v.shape[1]  # type: ignore[union-attr]
+            self.skipped += 1
+            self.recording.skip(self.skipped, self.name)
 
 
 class Recording:
@@ -233,6 +241,7 @@ class Recording:
         self._asked: set[Any] = set()
         self._choice = NOTHING
         self._last, self._credit = perf_counter(), 0.0
+        self._updates = deque[tuple[LayerRecord, int, Update]]()  # that are not known yet
         self._served, self._taken = np.zeros(2), np.zeros(2)  # tokens that decode, tokens of prefills
         self._steps, self._lead = -1, None  # since rows are followed, -1 for none; the group that follows them
         self.device = torch.device("cpu")
@@ -264,12 +273,24 @@ class Recording:
         finally:
             self._credit -= perf_counter() - start
 
-    def skip(self, number: int, why: str) -> None:
+    def note(self, record: LayerRecord, tokens: int, update: Update) -> None:
+        """Note an update of a layer's sums by some tokens."""
+        self._updates.append((record, tokens, update))
+        self._settle()
+
+    def _settle(self) -> None:
+        """Count the updates that are known by now."""
+        while self._updates and self._updates[0][2].known:
+            record, tokens, update = self._updates.popleft()
+            self._credit -= update.beyond_host
+            record.count(tokens, update.good)
+
+    def skip(self, number: int, name: str) -> None:
         """Note that sums of a layer have refused so many chunks and followed rows; each power of two is logged."""
         if number > self._skipped:
             self._skipped = number
             if not number & (number - 1):
-                self._tell(f"skipped tokens that can't be added, {number} times so far: {why}")
+                self._tell(f"skipped tokens that can't be added, {number} times so far: {name}: {EXPECTED}")
 
     def choose(self, group: Any, lengths: npt.NDArray[Any], computed: npt.NDArray[Any], decodes: int) -> Choice:
         """Choose what is added of a step's batch. Each group of layers asks once a step, and gets the same answer.
@@ -287,6 +308,7 @@ class Recording:
         now = perf_counter()
         self._credit += self._share * min(now - self._last, IDLE)
         self._last = now
+        self._settle()
         if not self._collecting(now):
             if self._steps >= 0:
                 self._end()
@@ -307,7 +329,9 @@ class Recording:
                     self._taken[0] += len(begin) * STEPS
             if every or not decoding:
                 behind = decodes + np.flatnonzero(lengths[decodes:])
-                picked = behind if every else self._random.permutation(behind)[:1]
+                picked = behind
+                if behind.size and not every:  # each token is as likely
+                    picked = self._random.choice(behind, 1, p=lengths[behind] / lengths[behind].sum())
                 chunks = tuple(Chunk(int(i), min(int(lengths[i]), CHUNK), bool(computed[i])) for i in picked)
                 self._taken[1] += sum(chunk.tokens for chunk in chunks)
         if self._steps >= 0:
@@ -337,6 +361,8 @@ class Recording:
             self._told = now
         if tokens < self._need:
             return True
+        if self._updates:  # the stage reads the sums
+            return False
         self._task = self._pool.submit(self._run, self._next)
         return False
 
