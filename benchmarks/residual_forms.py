@@ -22,7 +22,7 @@ from sketchssm.calibrate.traces import Traces
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.residual import STEPS
-from sketchssm.reference.codes import sketched_read
+from sketchssm.reference.codes import sketched_read, stored
 from sketchssm.reference.maps import coefficient_map
 from sketchssm.reference.residual import encode_residual
 from sketchssm.study.evaluate.measure import rounded
@@ -108,11 +108,11 @@ def forms(layer, basis, turns):
         return float(low + bits * K * V / 8 + own)
 
     def fed_back(head, states):
-        low = sketched_read(SketchFormat.of("int8"), SUBSPACE, states, basis.omega[head, :, :4])
-        whole, rows = states.swapaxes(-1, -2), coefficient_map(SUBSPACE, states, basis.omega[head, :, :4])
-        coded = stored_code(whole - low)
-        columns = (whole - coded) @ rows.swapaxes(-1, -2)
-        return columns @ rows + coded
+        int8, omega, whole = SketchFormat.of("int8"), basis.omega[head, :, :4], states.swapaxes(-1, -2)
+        rows = stored(int8, coefficient_map(SUBSPACE, states, omega))
+        coded = stored_code(whole - sketched_read(int8, SUBSPACE, states, omega))
+        columns = stored(int8, rows @ (whole - coded).swapaxes(-1, -2))
+        return columns.swapaxes(-1, -2) @ rows + coded
 
     def with_turn(head, states, turn, code):
         return served(head, states, partial(rotated, turn=turn[head], code=code))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from samples import Basis, refused, relative, self_answered, tokens_of
+from samples import Basis, refused, relative, self_answered, states_of, tokens_of
 
 import sketchssm as ss
 from sketchssm.calibrate.traces import SHIPPED
@@ -28,6 +28,7 @@ def modules(*more):
     @pytest.fixture(scope="module")
     def lm():
         with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(str(LM.parents[1] / "benchmarks"))  # of `forms`
             patch.syspath_prepend(str(LM))
             names = ("recurrence", "model", "prompts", "systems", "figure", "runs", "evaluate", *more)
             yield {name: importlib.import_module(name) for name in names}
@@ -37,7 +38,7 @@ def modules(*more):
     return lm
 
 
-lm = modules("stress", "errors", "tolerance", "criteria")
+lm = modules("stress", "errors", "tolerance", "criteria", "forms")
 
 
 def tiny(lm, kind, dtype=torch.float32):
@@ -312,6 +313,26 @@ def test_systems_beside_each_other_decode_as_by_themselves(criteria, lm):
     np.testing.assert_allclose(got["divergence"].mean(1), [x.divergence for x in results], rtol=1e-3, atol=1e-12)
     np.testing.assert_allclose(got["recall"].mean(1), [x.recall for x in results])
     assert results[1].divergence != results[2].divergence
+
+
+@pytest.mark.parametrize("kind", SHIPPED)
+def test_the_stored_form_decodes_as_its_head(kind, lm, rng):
+    """From zero states and from loaded ones; flushes are exact, other forms differ."""
+    layer = ss.Layer(kind, 2, 8, 8)
+    basis, tokens = ss.SketchBasis.random(layer, 8), [tokens_of(rng, layer, 2, length) for length in (20, 39)]
+    forms, turns = lm["forms"], np.broadcast_to(np.eye(8), (2, 8, 8))
+    made = {name: make for name, _, make in forms.residual_forms.forms(layer, basis, turns)}
+    plan = ss.SketchPlan(basis, [4, 4], 16, "subspace", "int8", residual_bits=2)
+    heads = [ss.SketchHead(plan, 2, "reference"), *(forms.FormHead(made[x]) for x in ("rank 4 + 2 bits", "ridge"))]
+    exact, state = ss.StandardHead(layer, 2, "reference"), torch.from_numpy(states_of(rng, layer, 2)).double()
+    for given in tokens:
+        given = [x if x is None else torch.from_numpy(x).double() for x in given]
+        outs = [np.asarray(head.step(*given)) for head in (exact, *heads)]
+        assert relative(outs[2], outs[1]) < 1e-3  # a number at the edge of two codes may get either one
+        assert relative(outs[3], outs[1]) > 1e-2 and relative(outs[2], outs[0]) > 1e-2
+        assert relative(outs[2][:, 15::16], outs[0][:, 15::16]) < 1e-12
+        for head in (exact, *heads):
+            head.load_state(state)
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-FOLDERS = {"tokens": "TOKENS", "texts": "TEXTS", "out": "RESULTS"}
+FOLDERS = {"tokens": "TOKENS", "texts": "TEXTS", "out": "RESULTS", "models": "MODELS/*.safetensors"}
 """How commands name the folders of options."""
 
 
@@ -49,7 +49,7 @@ def command(script, options):
     for name, value in vars(options).items():
         if value is None or value is False or value == () or name == "commit":
             continue
-        value = {"model": f"MODELS/{options.model.name}", **FOLDERS}.get(name, value)
+        value = f"MODELS/{value.name}" if name == "model" else FOLDERS.get(name, value)
         values = value if isinstance(value, list | tuple) else [] if value is True else [value]
         words += [f"--{name.replace('_', '-')}", *(f"{x:g}" if isinstance(x, float) else str(x) for x in values)]
     return f"python examples/lm/{script} {shlex.join(words)}"

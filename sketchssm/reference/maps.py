@@ -126,7 +126,7 @@ def pivot_basis(sketch: Array, pivots: int) -> Array:
         column = sketch[..., i]
         residual = column
         for _ in range(2):
-            residual = residual - np.einsum("...vp,...wp,...w->...v", q, q, residual)
+            residual = residual - (q @ (q.swapaxes(-1, -2) @ residual[..., None]))[..., 0]
         norm = np.linalg.norm(residual, axis=-1, keepdims=True)
         independent = norm > PIVOT_TOLERANCE * np.linalg.norm(column, axis=-1, keepdims=True)
         q[..., i] = np.where(independent, residual / np.where(independent, norm, 1.0), 0.0)
