@@ -382,14 +382,21 @@ def test_sums_stay_on_the_models_device(monkeypatch):
     assert got.allocation.retained == pytest.approx(want.allocation.retained, abs=1e-3)
 
 
-@pytest.mark.parametrize("method", ["error", "gradient"])
-def test_offloaded_layers(method):
-    """Parameters that accelerate keeps elsewhere: the same plans, and the fingerprint before any work."""
+@pytest.mark.parametrize(
+    ("place", "method"), [("host", "error"), ("host", "gradient"), ("disk", "gradient"), ("compiled", "gradient")]
+)
+def test_models_as_people_load_them(place, method, tmp_path):
+    """Parameters that accelerate keeps elsewhere, and a compiled model: the same plans and fingerprint."""
     accelerate = pytest.importorskip("accelerate")
     model, settings = make("Qwen3Next"), {"window": WINDOW, "mean_rank": 3, "method": method}
     want = st.calibrate(model, text(), **settings)
-    offloaded = accelerate.cpu_offload(make("Qwen3Next"), execution_device="cpu")
-    assert next(offloaded.parameters()).is_meta
-    got = st.calibrate(offloaded, text(), **settings)
+    load = {
+        "host": lambda model: accelerate.cpu_offload(model, execution_device="cpu"),
+        "disk": lambda model: accelerate.disk_offload(model, tmp_path, execution_device="cpu"),
+        "compiled": lambda model: torch.compile(model, backend="eager"),
+    }
+    loaded = load[place](make("Qwen3Next"))
+    assert next(loaded.parameters()).is_meta == (place != "compiled")
+    got = st.calibrate(loaded, text(), **settings)
     assert got.fingerprint == want.fingerprint
     assert {name: plan.fingerprint for name, plan in got.items()} == {n: x.fingerprint for n, x in want.items()}
