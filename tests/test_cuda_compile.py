@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu.cuda_support import ReplayEngine, SketchEngine, StandardEngine, make_plan, thorough
+from gpu.cuda_pairs import ReplayEngine, SketchEngine, StandardEngine
+from gpu.cuda_support import make_plan, thorough
 from host import compiler, standin
 from samples import gate_of, plan_of
 

@@ -3,6 +3,17 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from gpu.cuda_pairs import (
+    ReplayEngine,
+    SketchEngine,
+    StandardEngine,
+    check_sketch,
+    compare_window,
+    load_same,
+    poisoned,
+    run_mixed,
+    run_pair,
+)
 from gpu.cuda_support import (
     EXACT,
     LAYERS,
@@ -10,21 +21,12 @@ from gpu.cuda_support import (
     RIDGE,
     STORED,
     TIPPED,
-    ReplayEngine,
-    SketchEngine,
-    StandardEngine,
-    check_sketch,
-    compare_window,
     error,
     full_reads,
-    load_same,
     make_plan,
     make_tokens,
     named_gate,
-    poisoned,
     round_to,
-    run_mixed,
-    run_pair,
     slot_table,
     thorough,
     tokens_to_device,

@@ -2,19 +2,8 @@
 
 import numpy as np
 import pytest
-from gpu.cuda_support import (
-    EXACT,
-    LAYERS,
-    RANKS,
-    STORED,
-    ReplayEngine,
-    SketchEngine,
-    error,
-    full_reads,
-    make_plan,
-    poisoned,
-    run_served,
-)
+from gpu.cuda_pairs import ReplayEngine, SketchEngine, poisoned, run_served
+from gpu.cuda_support import EXACT, LAYERS, RANKS, STORED, error, full_reads, make_plan
 from host import fixtures
 
 from sketchssm.arrays.options import EngineOptions

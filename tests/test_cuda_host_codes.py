@@ -2,21 +2,8 @@
 
 import numpy as np
 import pytest
-from gpu.cuda_support import (
-    LAYERS,
-    RANKS,
-    RIDGE,
-    SketchEngine,
-    check_sketch,
-    compare_window,
-    error,
-    make_plan,
-    make_tokens,
-    poisoned,
-    split_codes,
-    thorough,
-    tokens_to_device,
-)
+from gpu.cuda_pairs import SketchEngine, check_sketch, compare_window, poisoned, split_codes
+from gpu.cuda_support import LAYERS, RANKS, RIDGE, error, make_plan, make_tokens, thorough, tokens_to_device
 from host import fixtures, heads
 
 import sketchssm as ss

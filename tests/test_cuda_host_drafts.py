@@ -2,22 +2,18 @@
 
 import numpy as np
 import pytest
+from gpu.cuda_pairs import ReplayEngine, SketchEngine, StandardEngine, load_same, poisoned
 from gpu.cuda_support import (
     EXACT,
     LAYERS,
     RANKS,
     RIDGE,
     STORED,
-    ReplayEngine,
-    SketchEngine,
-    StandardEngine,
     error,
     full_reads,
-    load_same,
     make_plan,
     make_tokens,
     named_gate,
-    poisoned,
     thorough,
     tokens_to_device,
 )

@@ -3,6 +3,15 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from gpu.cuda_pairs import (
+    ReplayEngine,
+    SketchEngine,
+    StandardEngine,
+    compare_window,
+    load_same,
+    poisoned,
+    run_pair,
+)
 from gpu.cuda_support import (
     EXACT,
     LAYERS,
@@ -10,25 +19,15 @@ from gpu.cuda_support import (
     RIDGE,
     STORED,
     TIPPED,
-    ReplayEngine,
-    SketchEngine,
-    StandardEngine,
-    check_raw_gates,
-    compare_window,
     error,
-    load_same,
     make_plan,
     make_tokens,
-    named_gate,
-    poisoned,
     round_to,
-    run_pair,
     tokens_to_device,
 )
 from host import fixtures
 from samples import REPEATED, reflections
 
-from sketchssm.arrays.gates import GateInput
 from sketchssm.arrays.options import EngineOptions
 from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
 from sketchssm.reference import engines as reference
@@ -194,29 +193,6 @@ def test_what_has_been_forgotten_costs_nothing(name, activation, gate, size, rng
     tokens.g[:, 5] = gate
     run_pair(device, oracle, tokens, np.tile(np.arange(2), (16, 1)), activation)
     assert error(device.state.get(), oracle.state) < EXACT
-
-
-@pytest.mark.parametrize("name", ["kda-raw", "kda-64-bounded"])
-def test_raw_gates_of_any_size(name, rng, cupy):
-    """Biases and inputs of up to 30, rates from e^-6 to e^6; standard decode, whose outputs depend on every gate."""
-    layer = LAYERS[name]
-    shape = layer.heads, layer.key_dim
-    gate = GateInput(
-        np.linspace(-6, 6, layer.heads), rng.uniform(-30, 30, shape), named_gate(name, layer, rng).lower_bound
-    )
-    device = StandardEngine(layer, 4, output_dtype="float32", gate=gate)
-    oracle = reference.StandardEngine(layer, 4)
-    tokens = make_tokens(layer, 4, 12, "bfloat16", rng, gate=gate)
-    tokens.g[...] = round_to(rng.uniform(-30, 30, tokens.g.shape), "bfloat16")
-    got, want, _ = run_pair(device, oracle, tokens, np.tile(np.arange(4), (12, 1)), "bfloat16", gate)
-    assert error(got, want) < EXACT
-    assert error(device.state.get(), oracle.state) < EXACT
-
-
-@pytest.mark.parametrize("bound", [None, -5.0])
-@pytest.mark.parametrize("rate_log", [0.7, 6.0, 20.0, 40.0])
-def test_what_raw_gates_make(rate_log, bound, machine):
-    check_raw_gates(machine, rate_log, bound)
 
 
 @pytest.mark.parametrize("keys", REPEATED)

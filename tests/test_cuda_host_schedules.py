@@ -4,21 +4,8 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from gpu.cuda_support import (
-    LAYERS,
-    RANKS,
-    RIDGE,
-    ReplayEngine,
-    SketchEngine,
-    StandardEngine,
-    make_plan,
-    make_tokens,
-    named_gate,
-    poisoned,
-    token,
-    tokens_to_device,
-    with_blocks,
-)
+from gpu.cuda_pairs import ReplayEngine, SketchEngine, StandardEngine, poisoned, with_blocks
+from gpu.cuda_support import LAYERS, RANKS, RIDGE, make_plan, make_tokens, named_gate, token, tokens_to_device
 from host import fixtures, standin
 
 from sketchssm.cuda import modules, reads, standard

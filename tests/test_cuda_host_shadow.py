@@ -3,18 +3,8 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from gpu.cuda_support import (
-    EXACT,
-    LAYERS,
-    ROUNDED,
-    SketchEngine,
-    error,
-    load_same,
-    make_tokens,
-    poisoned,
-    step_both,
-    tokens_to_device,
-)
+from gpu.cuda_pairs import SketchEngine, load_same, poisoned, step_both
+from gpu.cuda_support import EXACT, LAYERS, ROUNDED, error, make_tokens, tokens_to_device
 from host import fixtures
 from samples import plan_of
 

@@ -2,17 +2,8 @@
 
 import numpy as np
 import pytest
-from gpu.cuda_support import (
-    EXACT,
-    ReplayEngine,
-    SketchEngine,
-    error,
-    full_reads,
-    load_same,
-    make_tokens,
-    poisoned,
-    run_pair,
-)
+from gpu.cuda_pairs import ReplayEngine, SketchEngine, load_same, poisoned, run_pair
+from gpu.cuda_support import EXACT, error, full_reads, make_tokens
 from host import fixtures
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

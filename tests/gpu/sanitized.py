@@ -2,17 +2,8 @@
 
 import cupy
 import numpy as np
-from cuda_support import (
-    LAYERS,
-    ReplayEngine,
-    SketchEngine,
-    StandardEngine,
-    make_plan,
-    make_tokens,
-    named_gate,
-    tokens_to_device,
-    with_blocks,
-)
+from gpu.cuda_pairs import ReplayEngine, SketchEngine, StandardEngine, with_blocks
+from gpu.cuda_support import LAYERS, make_plan, make_tokens, named_gate, tokens_to_device
 from samples import plan_of
 
 from sketchssm.cuda import modules

@@ -4,20 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from gpu.cuda_support import (
-    EXACT,
-    LAYERS,
-    STORED,
-    ReplayEngine,
-    SketchEngine,
-    StandardEngine,
-    error,
-    make_plan,
-    make_tokens,
-    named_gate,
-    run_pair,
-    tokens_to_device,
-)
+from gpu.cuda_pairs import ReplayEngine, SketchEngine, StandardEngine, run_pair
+from gpu.cuda_support import EXACT, LAYERS, STORED, error, make_plan, make_tokens, named_gate, tokens_to_device
 
 from sketchssm.layer.recurrence import FULL_STATE
 from sketchssm.reference import engines as reference

@@ -25,7 +25,7 @@ def test_sanitizer(cupy, tool):
         pytest.skip("compute-sanitizer is not installed")
     options, clean = TOOLS[tool]
     here = Path(__file__).parent
-    paths = os.pathsep.join([str(here.parents[1]), str(here.parent), str(here)])
+    paths = os.pathsep.join([str(here.parents[1]), str(here.parent)])
     result = subprocess.run(
         [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, str(here / "sanitized.py")],
         check=False,
