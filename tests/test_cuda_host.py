@@ -21,7 +21,6 @@ from gpu.cuda_support import (
     RIDGE,
     STORED,
     TIPPED,
-    error,
     full_reads,
     make_plan,
     make_tokens,
@@ -32,6 +31,7 @@ from gpu.cuda_support import (
     tokens_to_device,
 )
 from host import fixtures
+from samples import relative
 
 from sketchssm.arrays.options import EngineOptions
 from sketchssm.cuda import modules
@@ -48,7 +48,7 @@ STATES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.f
 
 def check_states(device, oracle, state_dtype):
     assert device.state.dtype == STATES[state_dtype]
-    assert error(device.state.get().astype(np.float64), oracle.state) < TIPPED.get(state_dtype, EXACT)
+    assert relative(device.state.get().astype(np.float64), oracle.state) < TIPPED.get(state_dtype, EXACT)
 
 
 # Types differ in how a number is converted, shapes in which numbers a thread has: every kind meets all types, and
@@ -76,7 +76,7 @@ def test_standard(name, activation, state_dtype, rng, cupy):
     oracle = reference.StandardEngine(layer, 5, EngineOptions(state_dtype=state_dtype))
     tokens = make_tokens(layer, 3, 12, activation, rng, gate=gate)
     got, want, _ = run_pair(device, oracle, tokens, slot_table(3, 5, 12, rng), activation, gate)
-    assert error(got, want) < TIPPED.get(state_dtype, EXACT)
+    assert relative(got, want) < TIPPED.get(state_dtype, EXACT)
     check_states(device, oracle, state_dtype)
 
 
@@ -111,8 +111,8 @@ def test_replay(name, window, activation, state_dtype, rng, cupy):
     assert np.unique(where[:, -1]).size > 1  # the rows are at different tokens of their windows
     flushes = where == window - 1
     assert flushes.any()
-    assert error(got[flushes], want[flushes]) < exact
-    assert error(got[~flushes], want[~flushes]) < exact
+    assert relative(got[flushes], want[flushes]) < exact
+    assert relative(got[~flushes], want[~flushes]) < exact
     assert np.array_equal(device.position.get(), oracle.position)
     device.flush(cupy.arange(5))
     oracle.flush(np.arange(5))
@@ -177,10 +177,10 @@ def test_steps_of_mixed_sizes(name, window, kind, activation, stored, rng, cupy)
     full_state = plan.ranks == FULL_STATE
     assert ends.any()
     assert not ends.all()
-    assert error(got[ends], want[ends]) < exact
-    assert error(got[~ends][:, ~full_state], want[~ends][:, ~full_state]) < STORED["bfloat16"]
+    assert relative(got[ends], want[ends]) < exact
+    assert relative(got[~ends][:, ~full_state], want[~ends][:, ~full_state]) < STORED["bfloat16"]
     full = full_reads("bfloat16", stored)
-    assert not full_state.any() or error(got[~ends][:, full_state], want[~ends][:, full_state]) < full
+    assert not full_state.any() or relative(got[~ends][:, full_state], want[~ends][:, full_state]) < full
     device.flush(cupy.arange(5))
     oracle.flush(np.arange(5))
     check_states(device, oracle, stored)

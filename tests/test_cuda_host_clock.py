@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 from gpu.cuda_pairs import ReplayEngine, SketchEngine, poisoned, run_served
-from gpu.cuda_support import EXACT, LAYERS, RANKS, STORED, error, full_reads, make_plan
+from gpu.cuda_support import EXACT, LAYERS, RANKS, STORED, full_reads, make_plan
 from host import fixtures
+from samples import relative
 
 from sketchssm.arrays.options import EngineOptions
 from sketchssm.cuda import workspaces
@@ -29,8 +30,8 @@ def test_rows_flush_with_the_clock(name, window, activation, phase, rng, cupy):
     got, want, folded = run_served(device, oracle, layer, 5 * window, activation, rng, cupy)
     if phase is not None:
         assert len(set(folded)) > window // 2
-    assert error(got, want) < EXACT
-    assert error(device.state.get(), oracle.state) < EXACT
+    assert relative(got, want) < EXACT
+    assert relative(device.state.get(), oracle.state) < EXACT
 
 
 @pytest.mark.parametrize(("name", "kind"), [("mamba2", "lowrank"), ("gdn", "ridge"), ("kda", "lowrank")])
@@ -42,9 +43,9 @@ def test_sketches_of_short_windows(name, kind, rng, cupy):
     got, want, folded = run_served(device, oracle, layer, 50, "bfloat16", rng, cupy)
     full_state = plan.ranks == FULL_STATE
     assert len(set(folded)) > 5
-    assert error(got[:, ~full_state], want[:, ~full_state]) < STORED["bfloat16"]
-    assert error(got[:, full_state], want[:, full_state]) < full_reads()
-    assert error(device.state.get(), oracle.state) < EXACT
+    assert relative(got[:, ~full_state], want[:, ~full_state]) < STORED["bfloat16"]
+    assert relative(got[:, full_state], want[:, full_state]) < full_reads()
+    assert relative(device.state.get(), oracle.state) < EXACT
 
 
 def test_the_clock_moves_on_once_a_step_of_many_rows(rng, cupy, monkeypatch):
@@ -54,4 +55,4 @@ def test_the_clock_moves_on_once_a_step_of_many_rows(rng, cupy, monkeypatch):
     device = poisoned(ReplayEngine(layer, 5, 4, output_dtype="float32", phase=1))
     oracle = reference.ReplayEngine(layer, 5, 4, EngineOptions(phase=1))
     got, want, _ = run_served(device, oracle, layer, 12, "bfloat16", rng, cupy)
-    assert error(got, want) < EXACT
+    assert relative(got, want) < EXACT

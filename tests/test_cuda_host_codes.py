@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 from gpu.cuda_pairs import SketchEngine, check_sketch, compare_window, poisoned, split_codes
-from gpu.cuda_support import LAYERS, RANKS, RIDGE, error, make_plan, make_tokens, thorough, tokens_to_device
+from gpu.cuda_support import LAYERS, RANKS, RIDGE, make_plan, make_tokens, thorough, tokens_to_device
 from host import fixtures, heads
+from samples import relative
 
 import sketchssm as ss
 from sketchssm.layer.recurrence import FULL_STATE, Layer
@@ -65,7 +66,7 @@ def test_reads(layer, ranks, kind, window, activation, rng, cupy):
     oracle = Oracle(plan, 5)
     got, want, sketched = check_sketch(plan, "int8", activation, rng, oracle=oracle)
     exact = sketched(np.stack([x[:, 0] for x in oracle.exact], axis=1))
-    assert error(sketched(got), exact) < AS_GOOD * error(sketched(want), exact)
+    assert relative(sketched(got), exact) < AS_GOOD * relative(sketched(want), exact)
 
 
 @pytest.mark.parametrize(

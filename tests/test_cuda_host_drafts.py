@@ -9,7 +9,6 @@ from gpu.cuda_support import (
     RANKS,
     RIDGE,
     STORED,
-    error,
     full_reads,
     make_plan,
     make_tokens,
@@ -18,7 +17,7 @@ from gpu.cuda_support import (
     tokens_to_device,
 )
 from host import fixtures
-from samples import refused
+from samples import refused, relative
 
 import sketchssm as ss
 from sketchssm.arrays.options import EngineOptions
@@ -88,9 +87,9 @@ class Pair:
     def compare(self, full_state, tolerance, exact=EXACT):
         got, want = np.concatenate(self.gots), np.concatenate(self.wants)
         if full_state.any():
-            assert error(got[:, full_state], want[:, full_state]) < exact
+            assert relative(got[:, full_state], want[:, full_state]) < exact
         if not full_state.all():
-            assert error(got[:, ~full_state], want[:, ~full_state]) < tolerance
+            assert relative(got[:, ~full_state], want[:, ~full_state]) < tolerance
 
 
 def decode(pair, calls, most):
@@ -109,7 +108,7 @@ def decode(pair, calls, most):
         if call % 7 == 3:
             pair.flush(everything[2:4])
     pair.flush(everything)
-    assert error(pair.device.state.get(), pair.oracle.state) < EXACT
+    assert relative(pair.device.state.get(), pair.oracle.state) < EXACT
 
 
 @pytest.mark.parametrize("activation", ["bfloat16", "float32"])

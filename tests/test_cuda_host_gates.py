@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 from gpu.cuda_pairs import StandardEngine, run_pair
-from gpu.cuda_support import EXACT, LAYERS, error, make_tokens, named_gate, round_to
+from gpu.cuda_support import EXACT, LAYERS, make_tokens, named_gate, round_to
 from host import fixtures
+from samples import relative
 
 from sketchssm.arrays.gates import GateInput
 from sketchssm.cuda.modules import source_text
@@ -37,8 +38,8 @@ def test_raw_gates_of_any_size(name, rng, cupy):
     tokens = make_tokens(layer, 4, 12, "bfloat16", rng, gate=gate)
     tokens.g[...] = round_to(rng.uniform(-30, 30, tokens.g.shape), "bfloat16")
     got, want, _ = run_pair(device, oracle, tokens, np.tile(np.arange(4), (12, 1)), "bfloat16", gate)
-    assert error(got, want) < EXACT
-    assert error(device.state.get(), oracle.state) < EXACT
+    assert relative(got, want) < EXACT
+    assert relative(device.state.get(), oracle.state) < EXACT
 
 
 @pytest.mark.parametrize("bound", [None, -5.0])

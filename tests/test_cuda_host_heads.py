@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from gpu.cuda_support import EXACT, STORED, error
+from gpu.cuda_support import EXACT, STORED
 from host import fixtures, standin
 from host.heads import BFLOAT16, LAYER, OnDevice, head_with, narrow, sketch, tokens_of
-from samples import refused
+from samples import refused, relative
 
 import sketchssm as ss
 from sketchssm.cuda import frameworks, workspaces
@@ -28,13 +28,13 @@ class TestHosts:
         output = head.step(*narrow(tokens), slots=slots)
         assert type(output) is np.ndarray
         assert output.dtype == BFLOAT16
-        assert error(output.astype(float), twin.step(*tokens, slots=slots)) < STORED["bfloat16"]
+        assert relative(output, twin.step(*tokens, slots=slots)) < STORED["bfloat16"]
         np.testing.assert_array_equal(head.position, twin.position)
         for each in (head, twin):
             each.flush([2, -1])
             each.reset([0, -1])
         np.testing.assert_array_equal(head.position, twin.position)
-        assert error(head.state, twin.state) < EXACT
+        assert relative(head.state, twin.state) < EXACT
         assert not head.state[0].any()
 
     def test_torch(self, torch, rng):
@@ -43,7 +43,7 @@ class TestHosts:
         given = [torch.from_numpy(x).to(torch.bfloat16 if i < 3 else torch.float32) for i, x in enumerate(tokens)]
         output = head.step(*given, slots=torch.tensor([3, 1, 0]))
         assert output.dtype == torch.bfloat16
-        assert error(output.float().numpy(), twin.step(*tokens, slots=[3, 1, 0])) < STORED["bfloat16"]
+        assert relative(output.float().numpy(), twin.step(*tokens, slots=[3, 1, 0])) < STORED["bfloat16"]
         out = torch.empty(output.shape, dtype=torch.float64)
         head.reset()
         assert head.step(*given, slots=torch.tensor([3, 1, 0]), out=out) is out
@@ -98,7 +98,7 @@ class TestDevice:
                 assert head.step(*tokens, slots=index, out=out) is out
             for _ in range(2):
                 want = twin.step(*(x.astype(np.float64) for x in tokens), slots=[1, -1, 3])
-            assert error(out.get().astype(float), want) < STORED["bfloat16"]
+            assert relative(out.get().astype(float), want) < STORED["bfloat16"]
             assert not out[1].any()
 
     @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
@@ -107,7 +107,7 @@ class TestDevice:
         tokens = tokens_of(rng)
         out = standin.empty((*tokens.v.shape, 2), dtype)[..., 1]
         assert head.step(*narrow(tokens, standin.asarray), out=out) is out
-        assert error(out.get(), twin.step(*tokens)) < STORED["bfloat16"]
+        assert relative(out.get(), twin.step(*tokens)) < STORED["bfloat16"]
 
     @pytest.mark.parametrize("place", ["values", "queries"])
     def test_out_in_an_input_s_place(self, place, rng):
@@ -145,7 +145,7 @@ class TestDevice:
         tokens = tokens_of(rng, activation="float32")
         output = head.step(*(OnDevice(x) for x in tokens), slots=OnDevice(np.array([3, 0, 1])))
         assert isinstance(output, standin.ndarray)
-        assert error(output.get(), twin.step(*tokens, slots=[3, 0, 1])) < STORED["bfloat16"]
+        assert relative(output.get(), twin.step(*tokens, slots=[3, 0, 1])) < STORED["bfloat16"]
 
     def test_refusals(self, rng):
         head = sketch()
@@ -192,7 +192,7 @@ class TestTorchOnDevice:
         want = twin.step(*tokens, slots=[3, -1, 0])
         assert isinstance(output, torch.Tensor)
         assert output.dtype == torch.bfloat16
-        assert error(output.float().numpy(), want) < STORED["bfloat16"]
+        assert relative(output.float().numpy(), want) < STORED["bfloat16"]
         out = torch.empty_like(output)
         head.reset(torch.tensor([3, 0]))
         assert head.step(*given, slots=torch.tensor([3, -1, 0], dtype=torch.int32), out=out) is out
@@ -207,7 +207,7 @@ class TestTorchOnDevice:
         out = torch.empty(tokens.v.shape, dtype=torch.float64)
         with torch.no_grad():
             assert head.step(*given, slots=torch.tensor([[1, 0], [2, 0], [3, 0]])[:, 0], out=out) is out
-        assert error(out.numpy(), twin.step(*tokens, slots=[1, 2, 3])) < STORED["bfloat16"]
+        assert relative(out.numpy(), twin.step(*tokens, slots=[1, 2, 3])) < STORED["bfloat16"]
 
 
 class TestPools:

@@ -19,14 +19,13 @@ from gpu.cuda_support import (
     RIDGE,
     STORED,
     TIPPED,
-    error,
     make_plan,
     make_tokens,
     round_to,
     tokens_to_device,
 )
 from host import fixtures
-from samples import REPEATED, reflections
+from samples import REPEATED, reflections, relative
 
 from sketchssm.arrays.options import EngineOptions
 from sketchssm.layer.recurrence import FULL_STATE, Layer, Tokens
@@ -79,9 +78,9 @@ def test_scaling_a_state_scales_its_reads(name, kind, stored, rng, cupy):
     exact = np.empty(want.shape)
     oracle.load_state(start.astype(np.float64), np.arange(1))
     oracle.step(tokens, np.arange(1), exact)
-    assert error(want, exact) < STORED[stored]
+    assert relative(want, exact) < STORED[stored]
     for exponent in (-80, -62, -40, -30, 30, 40, 62, 100):  # of 40: one group of warps is extreme, the other is not
-        assert error(run(exponent), want) < 1e-9
+        assert relative(run(exponent), want) < 1e-9
 
 
 @pytest.mark.parametrize("name", ["mamba2", "gdn"])  # a dense map of more than 16 columns, and one of fewer
@@ -100,7 +99,7 @@ def test_the_ridge_is_small_beside_a_weak_direction(name, rng, cupy):
     device.load_state(cupy.asarray(start), cupy.arange(2))
     oracle.load_state(start.astype(np.float64), np.arange(2))
     got, want, _ = run_pair(device, oracle, tokens, np.tile(np.arange(2), (3, 1)), "bfloat16")
-    assert error(got, want) < STORED["bfloat16"]
+    assert relative(got, want) < STORED["bfloat16"]
     sketched = plan.ranks > 0
     full = start[:, sketched][..., 0]
     assert 0.2 < np.linalg.norm(got[:, 0, sketched]) / np.linalg.norm(full) < 0.8
@@ -157,8 +156,8 @@ def check_replay(layer, tokens, rng):
     load_same(device, oracle, rng)
     table = np.tile(np.arange(2), (tokens.v.shape[1], 1))
     got, want, _ = run_pair(device, oracle, tokens, table, "bfloat16")
-    assert error(got, want) < EXACT
-    assert error(device.state.get(), oracle.state) < EXACT
+    assert relative(got, want) < EXACT
+    assert relative(device.state.get(), oracle.state) < EXACT
 
 
 @pytest.mark.parametrize("gate", [0.0, -3.4, -50.0, -np.inf])  # -3.4: the limit of TILED_GRAM
@@ -192,7 +191,7 @@ def test_what_has_been_forgotten_costs_nothing(name, activation, gate, size, rng
     tokens.v[:, :3] = round_to(tokens.v[:, :3] * 1e4, activation)
     tokens.g[:, 5] = gate
     run_pair(device, oracle, tokens, np.tile(np.arange(2), (16, 1)), activation)
-    assert error(device.state.get(), oracle.state) < EXACT
+    assert relative(device.state.get(), oracle.state) < EXACT
 
 
 @pytest.mark.parametrize("keys", REPEATED)
@@ -211,7 +210,7 @@ def test_windows_of_reflections_are_as_exact_as_single_tokens(kind, key_dim, act
         out = cupy.empty(tokens.v.shape, np.float32)
         engine.step(tokens_to_device(tokens, activation), cupy.arange(1), out)
         engine.flush(cupy.arange(1))
-        errors.append((error(out.get(), want[0]), error(engine.state.get(), want[1])))
+        errors.append((relative(out.get(), want[0]), relative(engine.state.get(), want[1])))
     assert (np.array(errors[1]) < 2 * np.array(errors[0])).all()
 
 
@@ -225,7 +224,7 @@ def test_sketches_after_windows_with_betas_above_one(name, rng, cupy):
     tokens.beta[...] *= 2
     table = np.tile(np.arange(2), (40, 1))
     got, want, _ = run_pair(device, reference.SketchEngine(plan, 2), tokens, table, "bfloat16")
-    assert error(got, want) < 3e-5  # rounding to float32, which the solve of the map enlarges
+    assert relative(got, want) < 3e-5  # rounding to float32, which the solve of the map enlarges
 
 
 @pytest.mark.parametrize("name", ["gdn", "kda"])
@@ -283,4 +282,4 @@ def test_numbers_beyond_fp16_become_infinite(rng, machine):
         infinite = np.isinf(oracle.state)
         assert infinite.any() and not infinite.all()
         assert np.array_equal(np.isinf(device.state.get()), infinite)
-        assert error(device.state.get()[~infinite].astype(float), oracle.state[~infinite]) < TIPPED["float16"]
+        assert relative(device.state.get()[~infinite].astype(float), oracle.state[~infinite]) < TIPPED["float16"]

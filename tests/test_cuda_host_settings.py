@@ -7,10 +7,10 @@ import warnings
 import numpy as np
 import pytest
 from decode_systems import head_of
-from gpu.cuda_support import EXACT, ROUNDED, STORED, error, make_plan, make_tokens
+from gpu.cuda_support import EXACT, ROUNDED, STORED, make_plan, make_tokens
 from host import fixtures, standin
 from host.heads import BFLOAT16, LAYER, narrow, sketch, tokens_of
-from samples import gate_of, refused
+from samples import gate_of, refused, relative
 
 import sketchssm as ss
 from sketchssm import cuda
@@ -43,8 +43,8 @@ class TestActivations:
         given = tokens._replace(**{n: x.astype(t) for n, x, t in zip("qkv", tokens[:3], types, strict=True)})
         output, want = head.step(*given), twin.step(*tokens)
         assert output.dtype == types[2]
-        assert error(output.astype(float), want) < STORED["bfloat16"]
-        assert error(output[:, 3].astype(float), want[:, 3]) < (ROUNDED if types[2] == BFLOAT16 else EXACT)
+        assert relative(output, want) < STORED["bfloat16"]
+        assert relative(output[:, 3], want[:, 3]) < (ROUNDED if types[2] == BFLOAT16 else EXACT)
         other = {"bfloat16": "float32", "float32": "bfloat16"}[settled]
         refused(f"activation_dtype: expected '{settled}', the head's type", head.warmup, other)
 
@@ -63,7 +63,7 @@ class TestActivations:
         output = asked.step(*tokens)
         assert output.dtype == np.float32
         wide = twin.step(*(x.astype(BFLOAT16).astype(float) if i < 3 else x for i, x in enumerate(tokens)))
-        assert error(output[:, 3], wide[:, 3]) < EXACT
+        assert relative(output[:, 3], wide[:, 3]) < EXACT
 
 
 class TestRawGates:
@@ -89,10 +89,10 @@ class TestRawGates:
         given = Tokens(*(place(x if name == "beta" else x.astype(BFLOAT16)) for name, x in tokens._asdict().items()))
         output, want = head.step(*given, slots=slots), twin.step(*tokens, slots=slots)
         assert type(output) is type(given.v)
-        assert error(np.asarray(output, dtype=float), want) < (STORED["bfloat16"] if system == "sketch" else ROUNDED)
+        assert relative(output, want) < (STORED["bfloat16"] if system == "sketch" else ROUNDED)
         for each in (head, twin):
             each.flush()
-        assert error(head.state, twin.state) < EXACT
+        assert relative(head.state, twin.state) < EXACT
         if system != "standard":
             assert [x.dtype.itemsize for x in head._engine.slots.ring] == [2, 2, 2, 4]
 
@@ -103,7 +103,7 @@ class TestRawGates:
         tokens = make_tokens(self.LAYER, 3, 5, "float32", rng, gate=gate)
         q, k, v = (x.astype(BFLOAT16) for x in tokens[:3])
         output = head.step(q, k, v, tokens.g, tokens.beta)
-        assert error(output.astype(float), twin.step(q, k, v, tokens.g, tokens.beta)) < ROUNDED
+        assert relative(output, twin.step(q, k, v, tokens.g, tokens.beta)) < ROUNDED
         assert head._engine.slots.ring[2].dtype == np.float32
         narrow, twin, _ = self.pair("replay")
         narrow.warmup("bfloat16")
@@ -111,7 +111,7 @@ class TestRawGates:
         asked, _, _ = self.pair("replay", activation_dtype="bfloat16")
         output = asked.step(q, k, v, tokens.g, tokens.beta)
         want = twin.step(q, k, v, tokens.g.astype(BFLOAT16), tokens.beta)
-        assert error(output.astype(float), want) < ROUNDED
+        assert relative(output, want) < ROUNDED
 
 
 class TestBackends:

@@ -4,9 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gpu.cuda_pairs import SketchEngine, load_same, poisoned, step_both
-from gpu.cuda_support import EXACT, LAYERS, ROUNDED, error, make_tokens, tokens_to_device
+from gpu.cuda_support import EXACT, LAYERS, ROUNDED, make_tokens, tokens_to_device
 from host import fixtures
-from samples import plan_of
+from samples import plan_of, relative
 
 from sketchssm.layer.recurrence import FULL_STATE
 from sketchssm.reference import engines as reference
@@ -55,8 +55,8 @@ def test_every_fold_and_load_writes_shadows(name, ranks, map, stored, activation
         return got[:, :, full], want[:, :, full]
 
     got, want = step([0, 1, 2], window)
-    assert error(got[:, -1], want[:, -1]) < EXACT
-    assert ROUNDED / 16 < error(got[:, :-1], want[:, :-1]) < ROUNDED  # by the shadow
+    assert relative(got[:, -1], want[:, -1]) < EXACT
+    assert ROUNDED / 16 < relative(got[:, :-1], want[:, :-1]) < ROUNDED  # by the shadow
     step([2, 3], 5)
     step([0, 3], 4)  # one flushes
     device.flush(cupy.arange(4))
@@ -68,7 +68,7 @@ def test_every_fold_and_load_writes_shadows(name, ranks, map, stored, activation
     device.draft(tokens_to_device(drafts, activation), None, cupy.asarray(everything[1:]), out)  # two fold first
     oracle.draft(drafts, np.full(3, 3), everything[1:], want)
     check_shadows(device, full)
-    assert ROUNDED / 16 < error(out.get()[:, :, full], want[:, :, full]) < ROUNDED
-    assert error(device.state.get(), oracle.state) < EXACT
+    assert ROUNDED / 16 < relative(out.get()[:, :, full], want[:, :, full]) < ROUNDED
+    assert relative(device.state.get(), oracle.state) < EXACT
     device.reset(cupy.asarray([1]))
     check_shadows(device, full)

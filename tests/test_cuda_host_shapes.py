@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from gpu.cuda_pairs import ReplayEngine, SketchEngine, load_same, poisoned, run_pair
-from gpu.cuda_support import EXACT, error, full_reads, make_tokens
+from gpu.cuda_support import EXACT, full_reads, make_tokens
 from host import fixtures
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from samples import plan_of
+from samples import plan_of, relative
 
 from sketchssm.cuda import limits
 from sketchssm.layer.checks import UnsupportedError
@@ -73,10 +73,10 @@ def test_any_shape(cupy, layer, system, activation, window, data):
     exact = np.broadcast_to((where == window - 1)[..., None], (*where.shape, layer.heads)).copy()
     exact |= system == "replay"
     full = (ranks == FULL_STATE) & ~exact
-    assert error(got[exact], want[exact]) < EXACT
-    assert error(got[full], want[full]) < full_reads()
+    assert relative(got[exact], want[exact]) < EXACT
+    assert relative(got[full], want[full]) < full_reads()
     exact |= full
     # Numbers of a basis and a map that are rounded to bf16; of codes of 2 bits each engine has another basis, and the
     # states are random: a third of the reads is an error.
-    assert exact.all() or error(got[~exact], want[~exact]) < (0.5 if system == "subspace" else 1.2e-2)
-    assert error(device.state.get(), oracle.state) < EXACT
+    assert exact.all() or relative(got[~exact], want[~exact]) < (0.5 if system == "subspace" else 1.2e-2)
+    assert relative(device.state.get(), oracle.state) < EXACT

@@ -5,7 +5,6 @@ from gpu.cuda_support import (
     EXACT,
     STORED,
     TIPPED,
-    error,
     full_reads,
     make_plan,
     make_tokens,
@@ -14,6 +13,7 @@ from gpu.cuda_support import (
     token,
     tokens_to_device,
 )
+from samples import relative
 
 from sketchssm.arrays.options import EngineOptions
 from sketchssm.cuda import standard, window
@@ -188,7 +188,7 @@ def compare_window(device, oracle, start, activation, rng, cupy):
     oracle.load_state(start.astype(np.float64), rows)
     tokens = make_tokens(layer, len(start), length, activation, rng)
     got, want, _ = run_pair(device, oracle, tokens, np.tile(rows, (length, 1)), activation)
-    return error(got, want)
+    return relative(got, want)
 
 
 def split_codes(layer, activation, rng):
@@ -219,13 +219,13 @@ def check_sketch(plan, stored, activation, rng, gate=None, blocks=None, state_dt
     got, want, where = run_pair(device, oracle, tokens, slot_table(4, 5, length, rng), activation, gate)
     flushes, full_state = where == plan.window - 1, plan.ranks == FULL_STATE
     assert flushes.any()
-    assert error(got[flushes], want[flushes]) < exact
-    assert error(device.state.get().astype(np.float64), oracle.state) < exact
+    assert relative(got[flushes], want[flushes]) < exact
+    assert relative(device.state.get().astype(np.float64), oracle.state) < exact
     if full_state.any():
-        assert error(got[~flushes][:, full_state], want[~flushes][:, full_state]) < full_reads(stored, state_dtype)
+        assert relative(got[~flushes][:, full_state], want[~flushes][:, full_state]) < full_reads(stored, state_dtype)
     sketched = lambda x: x[~flushes][:, ~full_state]  # noqa: E731
-    assert error(sketched(got), sketched(want)) < max(STORED[stored], exact)
+    assert relative(sketched(got), sketched(want)) < max(STORED[stored], exact)
     device.flush(cupy.arange(5))
     oracle.flush(np.arange(5))
-    assert error(device.state.get().astype(np.float64), oracle.state) < exact
+    assert relative(device.state.get().astype(np.float64), oracle.state) < exact
     return got, want, sketched

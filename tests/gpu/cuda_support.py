@@ -145,12 +145,6 @@ def separable_states(plan, slots, rng):
     return states.astype(np.float32)
 
 
-def error(got, want):
-    """Relative error by norm; NaN where anything is NaN."""
-    scale = np.linalg.norm(want)
-    return float(np.linalg.norm(np.asarray(got, dtype=np.float64) - want) / (scale if scale else 1.0))
-
-
 def slot_table(batch, slots, tokens, rng, *, padding=0.2):
     """Random distinct slots of each row at each token, some of them padding."""
     table = np.stack([rng.permutation(slots)[:batch] for _ in range(tokens)])

@@ -5,9 +5,9 @@ import threading
 import numpy as np
 import pytest
 from decode_systems import head_of
-from gpu.cuda_support import EXACT, LAYERS, STORED, error, make_plan, make_tokens
+from gpu.cuda_support import EXACT, LAYERS, STORED, make_plan, make_tokens
 from gpu.test_cuda_heads import each, on_torch, wide
-from samples import refused
+from samples import refused, relative
 
 pytestmark = pytest.mark.gpu
 
@@ -62,11 +62,11 @@ def test_calls_in_turns(heads, torch, cupy, rng):
         assert [x.get_device() for x in outputs] == [0, 1]
         np.testing.assert_array_equal(wide(outputs[0]), wide(outputs[1]))
         want = twin.step(*tokens.at(np.s_[:, t]), slots=slots)
-        assert error(wide(outputs[0]), want) < STORED["bfloat16"]
+        assert relative(wide(outputs[0]), want) < STORED["bfloat16"]
     for head in (first, second, twin):
         head.flush()
     np.testing.assert_array_equal(first.state.get(), second.state.get())
-    assert error(first.state.get(), twin.state) < EXACT
+    assert relative(first.state.get(), twin.state) < EXACT
 
 
 def test_graphs(heads, torch, rng):
@@ -93,7 +93,7 @@ def test_graphs(heads, torch, rng):
                 graph.replay()
         want = twin.step(*(x[:, t % WINDOW] for x in tokens))
         np.testing.assert_array_equal(wide(outputs[0]), wide(outputs[1]))
-        assert error(wide(outputs[0]), want) < STORED["bfloat16"]
+        assert relative(wide(outputs[0]), want) < STORED["bfloat16"]
 
 
 def test_threads(heads, torch, rng):
@@ -113,7 +113,7 @@ def test_threads(heads, torch, rng):
         thread.join()
     got = np.stack(results, axis=2)  # (tokens, batch, device, heads, V)
     np.testing.assert_array_equal(got[:, :, 0], got[:, :, 1])
-    assert error(got[:, :, 0].swapaxes(0, 1), twin.step(*tokens)) < STORED["bfloat16"]
+    assert relative(got[:, :, 0].swapaxes(0, 1), twin.step(*tokens)) < STORED["bfloat16"]
 
 
 def test_arrays_on_the_other_device(heads, torch, rng):

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 from gpu.cuda_pairs import ReplayEngine, SketchEngine, StandardEngine, run_pair
-from gpu.cuda_support import EXACT, LAYERS, STORED, error, make_plan, make_tokens, named_gate, tokens_to_device
+from gpu.cuda_support import EXACT, LAYERS, STORED, make_plan, make_tokens, named_gate, tokens_to_device
+from samples import relative
 
 from sketchssm.layer.recurrence import FULL_STATE
 from sketchssm.reference import engines as reference
@@ -30,7 +31,7 @@ def test_pivot_counts(pivots, dependent, rng, cupy):
     oracle.load_state(start.astype(np.float64), np.arange(3))
     tokens = make_tokens(layer, 3, 4, "bfloat16", rng, hard_gates=False)
     got, want, _ = run_pair(device, oracle, tokens, np.tile(np.arange(3), (4, 1)), "bfloat16")
-    assert error(got, want) < 1e-3 if dependent else error(got, want) < STORED["float32"]
+    assert relative(got, want) < 1e-3 if dependent else relative(got, want) < STORED["float32"]
 
 
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
@@ -53,7 +54,7 @@ def test_slot_offsets_beyond_32_bits(name, rng, cupy):
         tokens = make_tokens(layer, 2, 17, "bfloat16", rng)
         table = np.tile(np.array([slots - 1, 0]), (17, 1))
         run_pair(device, oracle, tokens, table, "bfloat16")
-        assert error(device.state.get(), oracle.state) < EXACT
+        assert relative(device.state.get(), oracle.state) < EXACT
 
 
 def test_long_runs_stay_exact(rng, cupy):
@@ -70,6 +71,6 @@ def test_long_runs_stay_exact(rng, cupy):
             out = cupy.empty((2, 4096, layer.heads, layer.value_dim), dtype=np.float32)
             engine.step(tokens_to_device(tokens, "bfloat16", gate), cupy.arange(2), out)
             at = slice(15, None, 16)
-            assert error(out.get()[:, at], want[:, at]) < EXACT
-            assert error(out.get(), want) < EXACT
-            assert error(engine.state.get(), state) < EXACT
+            assert relative(out.get()[:, at], want[:, at]) < EXACT
+            assert relative(out.get(), want) < EXACT
+            assert relative(engine.state.get(), state) < EXACT

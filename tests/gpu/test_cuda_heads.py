@@ -4,18 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from decode_systems import head_of
-from gpu.cuda_support import (
-    EXACT,
-    LAYERS,
-    RANKS,
-    ROUNDED,
-    STORED,
-    error,
-    make_plan,
-    make_tokens,
-    named_gate,
-    slot_table,
-)
+from gpu.cuda_support import EXACT, LAYERS, RANKS, ROUNDED, STORED, make_plan, make_tokens, named_gate, slot_table
+from samples import relative
 
 from sketchssm.layer.recurrence import Tokens
 
@@ -110,11 +100,11 @@ class TestFrameworks:
             want = twin.step(*tokens.at(np.s_[:, t]), slots=table[t])
             assert type(output) is type(given.v)
             assert output.dtype == given.v.dtype
-            assert error(wide(output), want) < (STORED["bfloat16"] if system == "sketch" else ROUNDED)
+            assert relative(wide(output), want) < (STORED["bfloat16"] if system == "sketch" else ROUNDED)
             assert not wide(output)[table[t] < 0].any()
         several = head.step(*each(tokens.at(np.s_[:, 36:]), convert, "bfloat16", gate))
         want = twin.step(*tokens.at(np.s_[:, 36:]))
-        assert error(wide(several), want) < (STORED["bfloat16"] if system == "sketch" else ROUNDED)
+        assert relative(wide(several), want) < (STORED["bfloat16"] if system == "sketch" else ROUNDED)
         head.flush(convert(np.array([0, -1, 2]), None))
         twin.flush([0, -1, 2])
         np.testing.assert_array_equal(head.position.get(), twin.position)
@@ -122,7 +112,7 @@ class TestFrameworks:
         twin.reset([1, -1])
         head.flush()
         twin.flush()
-        assert error(head.state.get(), twin.state) < EXACT
+        assert relative(head.state.get(), twin.state) < EXACT
 
 
 class TestTorch:
@@ -144,7 +134,7 @@ class TestTorch:
                 late.fill_(float("nan"))
             stacked = torch.stack(outputs, 1)
         stream.synchronize()
-        assert error(wide(stacked), twin.step(*tokens)) < ROUNDED
+        assert relative(wide(stacked), twin.step(*tokens)) < ROUNDED
 
     def test_graph_of_load_flush_and_reset(self, torch, rng):
         layer = LAYERS["kda"]
@@ -169,6 +159,6 @@ class TestTorch:
         twin.flush([3, 0])
         twin.reset([1])
         twin.load_state(start[1:], slots=[2])
-        assert error(head.state.get(), twin.state) < EXACT
+        assert relative(head.state.get(), twin.state) < EXACT
         assert head.position.get().tolist() == twin.position.tolist() == [0, 0, 0, 0]
-        assert error(wide(head.step(*given)), twin.step(*tokens)) < STORED["bfloat16"]
+        assert relative(wide(head.step(*given)), twin.step(*tokens)) < STORED["bfloat16"]
