@@ -31,10 +31,10 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}",
 }  # fmt: skip
 LAYER = Layer("mamba2", 8, 32, 16, 2)
-# Layer 0 has a sketch with all columns and heads of full rank, layer 2 all columns with a residual.
+# Layer 0 has a sketch with all columns, and full-state heads; layer 2 all columns, and residuals of 0 to 3 bits.
 PLANS = (
     (np.resize([16, FULL_STATE], 8), CoefficientMap("ridge", ridge=0.0), {"sketch_dtype": "float32"}),
-    (np.full(8, 12), "subspace", {"residual_bits": 3}),
+    (np.full(8, 12), "subspace", {"residual_bits": [0, 1, 2, 3, 3, 2, 1, 0]}),
 )
 EAGER = {"enforce_eager": True}
 
