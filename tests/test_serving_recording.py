@@ -196,6 +196,21 @@ def test_a_share_of_the_time(rng, tmp_path, monkeypatch):
     assert 0.8 < taken[0] / taken[1] < 1.25
 
 
+def test_a_share_that_was_not_spent_is_not_spent_at_once(tmp_path, monkeypatch):
+    """The same clock. Nothing can be added for 200 s, then a prompt at each step, and no row can be followed."""
+    now = 0.0
+    monkeypatch.setattr(recording, "perf_counter", lambda: now)
+    made, _, _ = recorder(tmp_path / "x", tokens=10**6, share=0.1)
+    chunks = 0
+    for step in range(2100):
+        now += 0.1
+        choice = made.choose("g", np.array([1] + [20] * (step >= 2000)), np.array([0] * (1 + (step >= 2000))), 1)
+        with made.working():
+            now += 0.4 * len(choice.chunks)
+        chunks += len(choice.chunks)
+    assert 0 < 0.4 * chunks <= 0.1 * (recording.SAVED + 10 + 0.4 * chunks) + 0.4
+
+
 def test_bases_have_no_more_columns_than_kernels_take(rng, tmp_path):
     layers = {"gdn": ss.Layer("gdn", 1, 32, 32)}
     made, records, _ = recorder(tmp_path / "x", layers)

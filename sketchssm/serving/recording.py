@@ -49,6 +49,9 @@ SCORED = 8
 IDLE = 1.0
 """Longest time in seconds from one step to the next that counts as the engine's."""
 
+SAVED = 10.0
+"""Seconds of the engine's of which a share that was not spent may be spent later, so that there are no bursts."""
+
 FINISH = ".finish"
 """A stage goes on with the tokens that it has, when the file of this ending beside the calibration's is touched."""
 
@@ -306,7 +309,8 @@ class Recording:
 
     def _chosen(self, group: Any, lengths: npt.NDArray[Any], computed: npt.NDArray[Any], decodes: int) -> Choice:
         now = perf_counter()
-        self._credit += self._share * min(now - self._last, IDLE)
+        credit = self._credit + self._share * min(now - self._last, IDLE)
+        self._credit = min(credit, self._share * SAVED)
         self._last = now
         self._settle()
         if not self._collecting(now):
@@ -327,6 +331,8 @@ class Recording:
                     begin = rows[:ROWS] if every else self._random.permutation(rows)[:ROWS]
                     self._steps, self._lead = 0, group
                     self._taken[0] += len(begin) * STEPS
+                else:  # such as requests of one token
+                    decoding = False
             if every or not decoding:
                 behind = decodes + np.flatnonzero(lengths[decodes:])
                 picked = behind
