@@ -5,8 +5,8 @@
 Each engine serves the same requests and judges its own log-probabilities (`benchmarks/vllm_agreement.py`); a line of
 ``FOLDER/results`` has what an engine gave. No engine begins after SECONDS. ENGINES is "graphs" (eager, and graphs of
 decode steps without compilation), "default" (vLLM's default), or speculative decoding with n-grams ("drafts") or with
-a draft model of one layer ("mtp"). The environment chooses the model runner, and with SKETCHSSM_REQUESTS the number of
-requests (68).
+a draft model of one layer ("mtp"). The environment chooses the model runner, with SKETCHSSM_REQUESTS the number of
+requests (68), and with SKETCHSSM_SYSTEMS some systems, such as "sketch,residual".
 """
 
 import gc
@@ -198,7 +198,10 @@ def main():
     (folder / "config.json").write_text(json.dumps(MODELS[kind] | COMMON | few))
     vllm_models.load_random_weights(lambda model: change_weights(model, kind))
     counts = count_events()
+    systems = os.environ.get("SKETCHSSM_SYSTEMS")
     for system, graphs in ENGINES[engines]:
+        if systems and system not in systems.split(","):
+            continue
         if time.perf_counter() - begin > limit:
             break
         os.environ.pop("SKETCHSSM_VLLM", None)
