@@ -23,6 +23,7 @@ from sketchssm.layer.recurrence import Layer
 from sketchssm.plans.model_plans import AllocationSummary, LayerFingerprint, ModelFingerprint, ModelPlans, load_plans
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study import bench
+from sketchssm.study.tables import ranks_text
 
 SMALL = ["--window", "8", "--backend", "reference"]
 
@@ -134,6 +135,12 @@ def test_calibrate_with_residuals(traces, tmp_path):
     invoke(*given, "--mean-rank", 2, "--residual-bits", 3, "--method", "uniform")
     assert ss.SketchPlan.load(plan_file).fingerprint == even.fingerprint
     assert "reduction: expected at most" in invoke(*given, "--reduction", 90, code=2).stderr
+
+
+@pytest.mark.parametrize(("bits", "told"), [([1, 0, 3], ", with 1 to 3 bits"), ([0, 0, 0], "")])
+def test_ranks_of_many_heads_are_summed_up(bits, told):
+    ranks, bits = np.resize([1, ss.FULL_STATE, 3], 24), np.resize(bits, 24)
+    assert ranks_text(ranks, bits) == f"1 to 3, mean 2.00{told}; 8 full"
 
 
 def test_calibrate_limits_ranks_to_those_of_cuda(tmp_path):
