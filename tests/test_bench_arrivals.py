@@ -6,7 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_bench import EXACT, LAYER, ROUNDED, WINDOW, cupy
+from gpu.cuda_support import EXACT, STORED
+from host import fixtures
+from host.heads import LAYER
+from test_bench import WINDOW
 from test_traces import SHAPES
 
 from sketchssm.layer.coefficients import CoefficientMap
@@ -17,7 +20,7 @@ import arrival_runs
 import arrivals
 from arrival_runs import SPARE, Requests
 
-__all__ = ["cupy"]  # a fixture
+cupy = fixtures.of_host
 
 MODES = ["arrivals", "lockstep", "clock", "no clock"]
 
@@ -91,7 +94,7 @@ class TestHost:
         found = list(arrivals.measure_arrivals(case_of("gdn"), "cpu", layers=2, steps=8, mean_tokens=3, seed=4))
         check(found, 2)
         for r in found:
-            assert r.error < ROUNDED
+            assert r.error < STORED["bfloat16"]
             assert r.state_error < EXACT
 
     @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -109,7 +112,7 @@ class TestHost:
         check(found, 2)
         assert seen == ["bfloat16"] * 8
         # a number between two bf16 numbers may be rounded to the other one, which is 2^-8 away
-        assert all(r.error < ROUNDED and r.state_error < 2**-8 for r in found)
+        assert all(r.error < STORED["bfloat16"] and r.state_error < 2**-8 for r in found)
 
     def test_too_little_memory(self, monkeypatch, capsys):
         """A mode that does not fit is named; the others are timed."""
@@ -143,7 +146,7 @@ class TestDevice:
         assert [r["mode"] for r in report["results"]] == MODES
         for found in report["results"]:
             assert found["backend"] == "cuda"
-            assert found["error"] < ROUNDED
+            assert found["error"] < STORED["bfloat16"]
             assert found["state_error"] < EXACT
 
     def test_states_of_16_bits(self, cupy):
@@ -151,4 +154,4 @@ class TestDevice:
         case = bench.Case("narrow", LAYER, 3, WINDOW, plans, state_dtype="bfloat16")
         found = list(arrivals.measure_arrivals(case, "cuda", layers=1, steps=WINDOW, mean_tokens=3))
         assert [r.mode for r in found] == MODES
-        assert all(r.error < ROUNDED and r.state_error < 2**-8 for r in found)
+        assert all(r.error < STORED["bfloat16"] and r.state_error < 2**-8 for r in found)

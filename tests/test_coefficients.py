@@ -91,11 +91,3 @@ def test_several_heads():
     assert form.bytes(RIDGE, ranks, 128, 128).tolist() == [form.bytes(RIDGE, r, 128, 128) for r in ranks]
     reads = traffic.sketch_read("mamba2", 128, 128, [4, ss.FULL_STATE], sketch_dtype="int8")
     assert reads.tolist() == [form.bytes(RIDGE, 4, 128, 128), 2 * 128 * 128]
-
-
-def test_reduction_of_a_plan():
-    layer = ss.Layer("gdn", 3, 16, 8)
-    basis, ranks = ss.SketchBasis.random(layer, 6), [2, 6, ss.FULL_STATE]
-    plan = ss.SketchPlan(basis, ranks, window=8, sketch_dtype="int8")
-    assert plan.reduction == traffic.reduction("gdn", 16, 8, ranks, 8, sketch_dtype="int8")
-    assert plan.reduction > ss.SketchPlan(basis, ranks, window=8).reduction

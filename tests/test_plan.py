@@ -307,8 +307,8 @@ def test_heads_take_the_plan_s_or_their_own(form, asked, rng):
     assert ss.SketchHead(plan, 2, "reference", sketch_dtype=asked).sketch_dtype == (asked or form)
 
 
-def test_traffic_of_a_head_with_its_own_formats(rng):
-    plan = plan_of(rng, LAYER, RANKS, window=8, sketch_dtype="int8")
+def test_traffic_of_a_plan_and_of_a_head_with_its_own_formats(rng):
+    plan = plan_of(rng, LAYER, RANKS, window=8, map="lowrank", pivots=3, sketch_dtype="int8")
     shape = LAYER.kind, LAYER.key_dim, LAYER.value_dim, RANKS, 8, plan.map
     assert plan.reduction == plan.reduction_with() == traffic.reduction(*shape, sketch_dtype="int8")
     assert plan.reduction_with("bfloat16") == traffic.reduction(*shape, "bfloat16", sketch_dtype="int8")

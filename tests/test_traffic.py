@@ -9,7 +9,6 @@ from samples import refused
 import sketchssm as ss
 from sketchssm.layer.coefficients import MAPS, CoefficientMap
 from sketchssm.plans import traffic
-from sketchssm.plans.basis import SketchBasis
 
 NANO, SUPER, QWEN, GLM = ("mamba2", 128, 80), ("mamba2", 128, 64), ("gdn", 128, 128), ("kda", 128, 128)
 
@@ -88,14 +87,6 @@ def test_ranks_of_heads_add_up_in_bytes():
     assert traffic.reduction("kda", 128, 128, ranks) == pytest.approx(
         3 * traffic.standard(128, 128) / sum(used), rel=1e-14
     )
-
-
-@pytest.mark.parametrize("map", [CoefficientMap("lowrank", 3), CoefficientMap("ridge")])
-def test_plan_reduction(map):
-    layer = ss.Layer("gdn", 3, 16, 8)
-    basis = SketchBasis.random(layer, 6)
-    plan = ss.SketchPlan(basis, [2, 6, ss.FULL_STATE], window=8, map=map)
-    assert plan.reduction == traffic.reduction("gdn", 16, 8, [2, 6, ss.FULL_STATE], 8, map)
 
 
 @pytest.mark.parametrize(
