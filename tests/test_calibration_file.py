@@ -126,6 +126,7 @@ def test_shares_of_processes(calibration):
         part.fingerprint.layers["layers.0"] = identity._replace(layer=calibration.layers["layers.0"].basis.layer)
     same(join([first, second, parts[2]]).plans(3), calibration.plans(3))
     refused("parts: expected all shares of layers.0, .*, got 1 as ", join, [second, parts[2]])
+    refused("parts: expected all shares of layers.0, .*, got 3 as ", join, [first, second, second, parts[2]])
     for wrong, message in ((5, "parts: expected a sequence of Calibrations"), ([5], r"parts\[0\]: expected a Calib")):
         with pytest.raises(TypeError, match=message):
             join(wrong)
