@@ -208,6 +208,8 @@ def test_questions_about_the_text(folder, tmp_path, monkeypatch):
         {"reduction": None, "mean-rank": 3},
     ):
         assert not asks(**changed)
+    monkeypatch.setattr(cli_calibrate, "ROOM", 24)
+    assert not asks(length=24)  # no room for the facts
 
 
 def test_plans_for_a_time(folder, tmp_path):

@@ -202,10 +202,10 @@ def _of_model(
             model, rows = source.load(least=2 if run["sample"] is None else source.rows)
         _, form, bits = check_settings([x.layer for x in layers(model).values()], **chosen)
         if (bits or keep) and settings.method in (None, "gradient"):
-            if questions is None and _can_ask(source, model, rows[0], settings):
-                questions = QUESTIONS
+            asked = _questions(source, model, rows[0], settings, questions)
+            questions = len(asked.get("prompts", ()))
             if questions:
-                run |= source.questions(questions)
+                run |= asked
                 output.say(f"Questions about facts in the text: {questions}")
         with output.progress("calibrating", progress_steps(len(rows) + (questions or 0))) as step:
             if keep is None:
@@ -222,14 +222,21 @@ def _of_model(
     _write_plans(plans, out, output)
 
 
-def _can_ask(source: ModelText, model: Any, row: Any, settings: Settings) -> bool:
-    """Whether the text and the model allow questions that nobody chose."""
+def _questions(source: ModelText, model: Any, row: Any, settings: Settings, number: int | None) -> dict[str, Any]:
+    """Prompts and answers of some questions; of the default number if the text and the model allow them."""
     from sketchssm.transformers.passes import without_gradients
 
+    if number is not None:
+        return source.questions(number) if number else {}
     assert source.text is not None
     if source.text.suffix == ".npy" or source.length < ROOM:
-        return False
-    return settings.method is not None or not without_gradients(model, row[: settings.window + 2])
+        return {}
+    if settings.method is None and without_gradients(model, row[: settings.window + 2]):
+        return {}
+    try:
+        return source.questions(QUESTIONS)
+    except ValueError:  # facts of many tokens, such as one for each byte, have no room
+        return {}
 
 
 def _from_calibration(path: Path, out: Path, settings: Settings, output: Output, **budget: Any) -> None:
