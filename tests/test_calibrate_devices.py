@@ -198,3 +198,22 @@ def test_pytorch_sees_no_wait(kind, torch, rng):
         add_to_all(sums, there, carry)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("there", (True, False))
+def test_an_update_is_known_when_its_device_has_done_it(torch, there):
+    """Without a wait of the host. The answer may be on the host."""
+    from sketchssm.serving.updates import Update
+
+    device = torch.device("cuda")
+    Update(device).end(torch.ones((), dtype=torch.bool, device=device))  # allocates
+    torch.cuda.synchronize()
+    update = Update(device)
+    torch.cuda._sleep(10**9)  # cycles: half a second
+    update.end(torch.zeros((), dtype=torch.bool, device=device) if there else False)
+    assert not update.known
+    torch.cuda.synchronize()
+    assert update.known
+    assert not update.good
+    assert 0.1 < update.beyond_host < 10

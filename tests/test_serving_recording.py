@@ -16,6 +16,7 @@ from sketchssm.serving import recording  # noqa: E402
 from sketchssm.serving.following import ROWS, STEPS, Followed  # noqa: E402
 from sketchssm.serving.inputs import convolved, log_decays  # noqa: E402
 from sketchssm.serving.recording import FINISH, Chunk, Recording  # noqa: E402
+from sketchssm.serving.updates import Update  # noqa: E402
 
 BLOCK = 8
 
@@ -209,6 +210,37 @@ def test_a_share_that_was_not_spent_is_not_spent_at_once(tmp_path, monkeypatch):
             now += 0.4 * len(choice.chunks)
         chunks += len(choice.chunks)
     assert 0 < 0.4 * chunks <= 0.1 * (recording.SAVED + 10 + 0.4 * chunks) + 0.4
+
+
+def test_a_stage_waits_for_the_sums(rng, tmp_path, monkeypatch):
+    """Updates are known three steps later; each takes the device 0.5 s more than the host. A stage has all tokens."""
+    steps, run = 0, Recording._run
+
+    class Late(Update):
+        def end(self, good):
+            super().end(good)
+            self._at = steps + 3
+
+        known = property(lambda self: steps >= self._at)
+        beyond_host = 0.5
+
+    def ran(self, stage):
+        assert not self._updates
+        run(self, stage)
+
+    monkeypatch.setattr(recording, "perf_counter", lambda: 0.0)
+    monkeypatch.setattr(recording, "Update", Late)
+    monkeypatch.setattr(Recording, "_run", ran)
+    made, records, lines = recorder(tmp_path / "x", {"gdn": LAYERS["gdn"]})
+    tokens, chosen = {"gdn": tokens_of(rng, LAYERS["gdn"], 1, 200)}, []
+    for steps in range(20):  # noqa: B007
+        chosen.append(len(serve(made, records, tokens, 0, [(0, 80)]).chunks))
+        made._task.result()
+    # four updates are enough for bases, and one for scores; two more are on their way when that is known
+    assert chosen == [1] * 6 + [0] * 3 + [1] * 3 + [0] * 8
+    assert made._credit == -4.5
+    told = "bases of 480 tokens (320 asked), scores of 240 (40), 0 chunks skipped"
+    assert lines[-1] == f"wrote {tmp_path / 'x'}: {told}"
 
 
 def test_bases_have_no_more_columns_than_kernels_take(rng, tmp_path):

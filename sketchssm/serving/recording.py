@@ -3,7 +3,8 @@
 A `Recording` chooses at each step what is added to the sums of all layers: chunks of prefills, and rows that are
 followed for some tokens while they decode. A chunk or a followed row begins at the exact state in its slot, so it may
 begin anywhere in a request. By the time of the host, or of the device if that is longer, this takes at most a share of
-the engine's. The host does not wait for the device. Tokens that sums refuse, such as NaN, are skipped and counted.
+the engine's. The host waits for the device only where followed rows end, to know how many tokens they have. Tokens
+that sums refuse, such as NaN, are skipped and counted.
 """
 
 from __future__ import annotations

@@ -24,11 +24,11 @@ class Update:
             event.record()
 
     def end(self, good: Any) -> None:
-        """End the update; `good` is one bool, where the sums are."""
+        """End the update; `good` is one bool, where the sums are or on the host."""
         self._good = good
         for event in self._events[1:]:
             self._good = torch.empty((), dtype=torch.bool, pin_memory=True)
-            self._good.copy_(good, non_blocking=True)
+            self._good.copy_(torch.as_tensor(good), non_blocking=True)
             event.record()
         self._host = perf_counter() - self._start
 
