@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 import sketchssm as ss  # noqa: E402
 from sketchssm.calibrate.sums import LARGEST_SUM  # noqa: E402
-from sketchssm.serving import recording  # noqa: E402
+from sketchssm.serving import layer_record, recording  # noqa: E402
 from sketchssm.serving.following import ROWS, STEPS, Followed  # noqa: E402
 from sketchssm.serving.inputs import convolved, log_decays  # noqa: E402
 from sketchssm.serving.recording import FINISH, Chunk, Recording  # noqa: E402
@@ -229,7 +229,7 @@ def test_a_stage_waits_for_the_sums(rng, tmp_path, monkeypatch):
         run(self, stage)
 
     monkeypatch.setattr(recording, "perf_counter", lambda: 0.0)
-    monkeypatch.setattr(recording, "Update", Late)
+    monkeypatch.setattr(layer_record, "Update", Late)
     monkeypatch.setattr(Recording, "_run", ran)
     made, records, lines = recorder(tmp_path / "x", {"gdn": LAYERS["gdn"]})
     tokens, chosen = {"gdn": tokens_of(rng, LAYERS["gdn"], 1, 200)}, []

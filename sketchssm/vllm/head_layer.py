@@ -26,8 +26,9 @@ from sketchssm.plans.plan import SketchPlan
 from sketchssm.serving.blocks import BlockLayout
 from sketchssm.serving.decoder import LayerDecoder, Recipe
 from sketchssm.serving.inputs import convolved
+from sketchssm.serving.layer_record import LayerRecord
 from sketchssm.serving.plans import plan_of, sharded
-from sketchssm.serving.recording import LayerRecord, Recording
+from sketchssm.serving.recording import Recording
 from sketchssm.vllm.metadata import BatchMetadata, logger, with_heads
 from sketchssm.vllm.settings import EngineFacts, Settings, check_engine, plans_at
 
