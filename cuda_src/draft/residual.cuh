@@ -4,9 +4,9 @@
 #include "draft/tile.cuh"
 #include "read/residual.cuh"
 
-// Adds the products of head h of a tile, if it has a residual, to sums of 16 channels a block, as multiply_draft_values
-// has them: sums[i][0] and sums[i][2] are channels r and r + 8 of draft c. `query(h, t, x)` gets this lane's channels of
-// draft t's effective query.
+// Adds the products of head h of a tile, if it has a residual, to sums of 16 channels a block, as
+// multiply_draft_values has them: sums[i][0] and sums[i][2] are channels r and r + 8 of draft c. `query(h, t, x)`
+// gets this lane's channels of draft t's effective query.
 template <class Query>
 DEVICE void add_draft_residual(float (&sums)[V / 16][4], const DraftBuffer& buffer, const TileHeads& heads, int h,
                                signed char* slices, const Query& query) {
