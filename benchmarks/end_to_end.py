@@ -195,7 +195,7 @@ def one(args):
             plans = vllm_models.write_plans(
                 name, args.work, mean_rank, args.map, args.sketch_dtype, args.residual_bits
             )
-        os.environ["SKETCHSSM_VLLM"] = plans
+        os.environ["SKETCHSSM_VLLM"] = json.dumps({"plans": plans} | json.loads(args.plugin))
         plugins["sketchssm"] = "sketchssm.vllm:register"
     if args.processes or settings["tensor_parallel_size"] > 1:  # processes of vLLM load their plugins themselves
         add_plugins(args.work, plugins)
@@ -370,6 +370,7 @@ def main():
     )  # fmt: skip
     parser.add_argument("--memory", type=float, default=0.92, help="share of the device's memory")
     parser.add_argument("--extra", default="{}", help="JSON: more arguments of vllm.LLM")
+    parser.add_argument("--plugin", default="{}", help="JSON: more settings of the plugin")
     parser.add_argument("--processes", action="store_true", help="as in vLLM's default: several processes")
     parser.add_argument("--work", default="/tmp/end-to-end", help="folder for models and plans")
     parser.add_argument("--commit", help="for the report, where this is no clone")
