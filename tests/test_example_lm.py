@@ -125,6 +125,20 @@ def test_prompts_hold_their_needles(lm):
         assert row[:4].tolist() == encode(lm["prompts"].WORDING.preamble)[:4]
 
 
+def test_questions_have_distances_in_turn(lm):
+    """Without distances they are the prompts of one call, anywhere in the text."""
+    text = np.zeros(4000, dtype=np.uint16)
+    given = ["--model", "m", "--tokens", "t", "--questions", "3", "--length", "256"]
+    anywhere, apart = (
+        lm["prompts"].questions(lm["evaluate"].arguments(options), text, encode, np.random.default_rng(3))
+        for options in (given, [*given, "--question-distance", "250", "400"])
+    )
+    together = lm["prompts"].needle_prompts(text, encode, 3, 256, np.random.default_rng(3))
+    for row, prompt in zip(together.ids, anywhere, strict=True):
+        assert prompt.distance is None and np.array_equal(np.trim_zeros(row, "b"), np.trim_zeros(prompt.ids[0], "b"))
+    assert [(prompt.distance, prompt.question) for prompt in apart] == [(250, 375), (400, 600), (250, 375)]
+
+
 def test_rows_are_disjoint_and_seeded(lm):
     rows = [lm["prompts"].text_rows(np.arange(1000), 6, 150, np.random.default_rng(2)) for _ in range(2)]
     assert np.array_equal(*rows)
@@ -208,7 +222,7 @@ def test_joint_systems_score_answers_alone(lm):
     """Ranks and bits are those of the library's allocation; gradients are of the answers' loss."""
     model, text = tiny(lm, "gdn"), np.random.default_rng(0).integers(VOCAB, size=2000)
     asked = lm["prompts"].needle_prompts(text, encode, 2, 256, np.random.default_rng(0), facts=[1, 2])
-    calibrations = lm["systems"].calibrate(model, ids(3, 64), window=8, joint=True, questions=asked)
+    calibrations = lm["systems"].calibrate(model, ids(3, 64), window=8, joint=True, questions=[asked])
     want = {place: ss.JointScores(x.basis) for place, x in calibrations.items()}
     for row, ((start, stop),) in zip(asked.ids, asked.spans, strict=True):
         row = torch.from_numpy(row[None, :stop])
@@ -256,7 +270,7 @@ def criteria(lm):
     model, text = tiny(lm, "gdn"), np.random.default_rng(0).integers(VOCAB, size=2000)
     asked = lm["prompts"].needle_prompts(text, encode, 2, 256, np.random.default_rng(0), facts=[1, 2])
     settings = {"window": 8, "joint": True, "kind": lm["criteria"].AllScores}
-    own = lm["systems"].calibrate(model, ids(3, 64), questions=asked, **settings)
+    own = lm["systems"].calibrate(model, ids(3, 64), questions=[asked], **settings)
     mixed = lm["systems"].calibrate(model, ids(4, 64), **settings)
     return model, own, mixed, lm["criteria"].allocations(own, mixed, REDUCTION)
 

@@ -15,7 +15,7 @@ import systems as catalogue
 import torch
 from evaluate import Prefilled, checked, common_options, continued, mean_and_error, prefill, score_text, task_prompts
 from model import HybridLM
-from prompts import mixed_rows, needle_prompts, text_rows
+from prompts import mixed_rows, needle_prompts, questions, text_rows
 from runs import encoder, origin
 
 import sketchssm as ss
@@ -224,6 +224,8 @@ def compared(result, other):
 def main(given=None):
     """Calibrate, compare, print, and write the file of `--out`."""
     options = checked(common_options(__doc__), given)
+    if options.questions < 1:
+        raise ValueError(f"questions: expected at least 1, got {options.questions}")
     torch.backends.cudnn.allow_tf32 = False  # of convolutions; products have float32 by default
     model = HybridLM.load(options.model).to(options.device)
     calib, test = (np.load(options.tokens / f"{part}.npy") for part in ("calib", "test"))
@@ -232,7 +234,7 @@ def main(given=None):
     prompts = {"recall": needle_prompts(test, encode, options.prompts, options.length, rng)}
     prompts |= task_prompts(options, test, encode)
     seen = text_rows(calib, options.calib_rows, options.length, rng)
-    asked = needle_prompts(calib, encode, options.questions, options.length, rng)
+    asked = questions(options, calib, encode, rng)
     settings = options.window, options.rank_max, True
     text = catalogue.calibrate(model, torch.from_numpy(seen), *settings, asked, kind=AllScores)
     blend = torch.from_numpy(mixed_rows(seen, calib, encode, rng))

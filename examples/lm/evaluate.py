@@ -21,7 +21,7 @@ import systems as catalogue
 import torch
 from figure import Comparison, draw
 from model import HybridLM
-from prompts import ROOM, WORDING, mixed_rows, needle_prompts, text_rows
+from prompts import ROOM, WORDING, mixed_rows, needle_prompts, questions, text_rows
 from recurrence import Chunked, Heads
 from runs import command, commit, devices, encoder
 from torch.nn import functional as F
@@ -293,6 +293,7 @@ def common_options(description):
     add("--tokens", type=Path, required=True, help="folder of calib.npy, test.npy and tokenizer.json")
     add("--reductions", nargs="+", type=float, default=(10, 9), help="less traffic of jointly allocated residuals")
     add("--questions", type=int, default=16, help="needle prompts of calibration text that score them")
+    add("--question-distance", nargs="+", type=int, help="tokens from their facts to them, in turn (default: any)")
     add("--window", type=int, default=16, help="tokens from one flush to the next")
     add("--rank-max", type=int, help="largest rank of a head (default: 16, the most on CUDA)")
     add("--calib-rows", type=int, default=9, help="rows of calibration text")
@@ -366,7 +367,7 @@ def main(given=None):
     with output.progress("calibration", 1) as step:
         step("calibration")
         settings = options.window, options.rank_max, "joint" in options.systems
-        asked = needle_prompts(calib, encode, options.questions, options.length, rng) if options.questions else None
+        asked = questions(options, calib, encode, rng)
         perturb = "perturbation" in (options.method or ())
         calibrations = catalogue.calibrate(model, torch.from_numpy(seen), *settings, asked, perturb)
         systems = listed(options, calibrations)

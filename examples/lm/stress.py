@@ -152,7 +152,7 @@ def main(given=None):
     settings = options.calib_rows, options.length, rng
     seen = dict(zip(CALIBRATIONS, (text_rows(calib, *settings), mixture(calib, kinds, *settings)), strict=True))
     calibrations = {
-        name: catalogue.calibrate(model, torch.from_numpy(rows), options.window, None, True, asked)
+        name: catalogue.calibrate(model, torch.from_numpy(rows), options.window, None, True, [asked])
         for name, rows in seen.items()
     }
     systems = systems_of(calibrations, options)

@@ -78,7 +78,7 @@ class ModelSystem:
         return {place: system.build(slots, backend) for place, system in self.layers.items()}
 
 
-def calibrate(model, ids, window=16, rank_max=None, joint=False, questions=None, perturb=False, kind=ss.JointScores):
+def calibrate(model, ids, window=16, rank_max=None, joint=False, questions=(), perturb=False, kind=ss.JointScores):
     """Fit bases on the first two thirds of some rows of tokens and score ranks, with gradients, on the others.
 
     Gradients are those of the summed next-token cross-entropy, so that layers compare on one scale.
@@ -96,7 +96,7 @@ def calibrate(model, ids, window=16, rank_max=None, joint=False, questions=None,
         that backend "cuda" takes.
     joint : bool
         Score ranks with residuals too.
-    questions : Prompts, optional
+    questions : sequence of Prompts
         Prompts whose answers are the second task of `joint`.
     perturb : bool
         Score ranks by perturbation too.
@@ -128,14 +128,14 @@ def calibrate(model, ids, window=16, rank_max=None, joint=False, questions=None,
         scores = ss.RankScores(basis, rank_max=min(rank_max or MAX_RANK, basis.rank_max))
         perturbed = ss.RankScores(basis, rank_max=scores.rank_max) if perturb else None
         residual = kind(basis) if joint else None
-        answers = kind(basis) if joint and questions is not None else None
+        answers = kind(basis) if joint and questions else None
         found[place] = Calibration(layer, tokens, basis, scores, perturbed, residual, answers)
     for row in score.split(1):
         add(("scores", "joint"), found, graded(model, row))
     if perturb:
         add_perturbed(model, found, score)
-    if joint and questions is not None:
-        for row, ((start, stop),) in zip(questions.ids, questions.spans, strict=True):
+    for asked in questions if joint else ():
+        for row, ((start, stop),) in zip(asked.ids, asked.spans, strict=True):
             add(("answers",), found, graded(model, torch.from_numpy(row[None, :stop]), start))
     return found
 
