@@ -74,7 +74,6 @@ def is_solved_by(dense, h, phi, ridge, spread):
 def every_map(omega, pivots=2, ridge=0.1):
     """Functions of a state."""
     return (
-        lambda s: maps.exact_map(s, omega),
         lambda s: maps.ridge_map(s, omega, ridge),
         lambda s: maps.lowrank_factors(s, omega, pivots, ridge).dense(),
     )
@@ -125,16 +124,6 @@ class TestLowrank:
         assert relative(factors.dense(), maps.ridge_map(state, phi, ridge)) < SOLVED
 
 
-@given(cases())
-def test_factors_apply_as_the_dense_map(case):
-    rng, state, rank, pivots, ridge = case
-    x = rng.standard_normal(state.shape[0])
-    factors = maps.lowrank_factors(state, rotation(rng, state.shape[0], rank), pivots, ridge)
-    # of the two terms that make up the result, each can be larger than their sum
-    scale = np.linalg.norm(x) * max(1, np.linalg.norm(factors.omega)) * max(1, np.linalg.norm(factors.f)) ** 2
-    assert np.linalg.norm(factors.apply(x) - factors.dense() @ x) < FLOAT64 * scale * state.shape[0]
-
-
 class TestRidge:
     @given(cases())
     def test_minimises_the_regularised_error(self, case):
@@ -150,34 +139,6 @@ class TestRidge:
     def test_of_zero_is_the_floor(self, rng):
         state, phi = state_of(rng, 8, 6), rotation(rng, 8, 3)
         np.testing.assert_array_equal(maps.ridge_map(state, phi, 0.0), maps.ridge_map(state, phi, RIDGE_FLOOR / 2))
-
-
-class TestExact:
-    @given(cases())
-    def test_projects_on_the_sketch(self, case):
-        """``U C x`` is the orthogonal projection of the true read ``S^T x`` on the sketch's columns."""
-        rng, state, rank, _, _ = case
-        phi = rotation(rng, state.shape[0], rank)
-        sketch = state.T @ phi
-        residual = state.T - sketch @ maps.exact_map(state, phi)
-        # pinv drops singular values below 1e-7: what they carry stays in the residual
-        assert np.linalg.norm(sketch.T @ residual) < 1e-6 * np.linalg.norm(sketch) * np.linalg.norm(state)
-        assert np.linalg.norm(residual) <= np.linalg.norm(state) * (1 + FLOAT64)
-
-    @given(cases())
-    def test_reads_a_state_of_the_sketch_rank_without_error(self, case):
-        rng, state, rank, _, _ = case
-        phi = rotation(rng, state.shape[0], rank)
-        sketch = state.T @ phi
-        low = state @ sketch @ np.linalg.pinv(sketch, rcond=1e-5)
-        read = (low.T @ phi) @ maps.exact_map(low, phi)
-        # noise of 2^-53 over singular values down to the cut at 1e-5
-        assert relative(read, low.T) < 1e-9
-
-    def test_cuts_at_float32_noise(self):
-        """Directions above 1e-7 of the largest singular value are kept, directions below are not."""
-        c = maps.exact_map(np.diag([1.0, 2e-7, 5e-8]), np.eye(3))
-        np.testing.assert_allclose(c, np.diag([1.0, 1.0, 0.0]), atol=FLOAT64)
 
 
 class TestPivots:

@@ -12,7 +12,7 @@ lowrank    the same with ``H ~ B B^T + Diag(d)``: projection on p pivots, diagon
 subspace   ``B^T``, of a basis B adapted to the state, with the sketch ``S^T B``       (ours)
 =========  ==========================================================================  ==================
 
-As the ridge goes to zero, `ridge` goes to the least-squares map ``pinv(U) S^T`` (`exact_map`, equation *m-coeff*).
+As the ridge goes to zero, `ridge` goes to the least-squares map ``pinv(U) S^T`` (equation *m-coeff*).
 
 `lowrank` is kept as factors. With the diagonal residual ``delta`` of ``Omega^T H Omega``,
 
@@ -56,14 +56,8 @@ class MapFactors(NamedTuple):
     w: Array
     omega: Array
 
-    def apply(self, x: Array) -> Array:
-        """Coefficients ``C x`` ``(..., G)`` of effective queries ``(..., K)``, without forming C."""
-        wz = self.w * (x @ self.omega)
-        seen = np.einsum("...kp,...k->...p", self.b, x) - np.einsum("...gp,...g->...p", self.l, wz)
-        return wz + np.einsum("...gp,...p->...g", self.f, seen)
-
     def dense(self) -> Array:
-        """The same map as a matrix ``(..., G, K)``."""
+        """The map as a matrix ``(..., G, K)``."""
         shared = self.w[..., :, None] * self.omega.T
         return shared + self.f @ (self.b.swapaxes(-1, -2) - self.l.swapaxes(-1, -2) @ shared)
 
@@ -92,18 +86,6 @@ def subspace(state: Array, omega: Array) -> Array:
     A column that depends on the columns before it becomes zero.
     """
     return pivot_basis(state @ (state.swapaxes(-1, -2) @ omega), omega.shape[-1])
-
-
-def exact_map(state: Array, omega: Array) -> Array:
-    """Least-squares map ``pinv(U) S^T`` ``(..., G, K)`` (equation *m-coeff*), without a ridge.
-
-    This is the paper's equation, for states and sketches in float64. Singular values below 1e-7 of the largest count
-    as zero, because they are float32 noise of the state.
-    """
-    sketch = state.swapaxes(-1, -2) @ omega
-    # pinv raises on NaN; a state with NaN has a map of NaN
-    finite = np.isfinite(sketch).all(axis=(-1, -2), keepdims=True)
-    return np.linalg.pinv(np.where(finite, sketch, 0.0), rcond=1e-7) @ state.swapaxes(-1, -2)
 
 
 def ridge_map(state: Array, omega: Array, ridge: float) -> Array:
