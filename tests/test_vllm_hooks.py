@@ -173,9 +173,8 @@ def test_layers_record_a_calibration(fixture, tmp_path, kind, mode):
     module = layer.module
     module.record = recording.layer(module.prefix, "Mixer", module.layer, module.gate)
     module._allocate(torch.device("cpu"))
-    a, b, c = ({name: x for name, x in layer.inputs(152).items()} for _ in range(3))
-    blocks = {"none": (3, 5, 2), "align": (range(20), range(20, 40), range(40, 60))}[mode]
-    blocks = [own if mode == "none" else [i + 1 for i in own] for own in blocks]
+    a, b, c = ({name: x for name, x in layer.inputs(88 + STEPS).items()} for _ in range(3))
+    blocks = (3, 5, 2) if mode == "none" else (range(1, 44), range(44, 87), range(87, 103))
     steps = [[(a, 0, 40)], [(a, 40, 24), (b, 0, 24)]]
     steps += [[(b, 24 + i, 1), (a, 64 + i, 1)] for i in range(STEPS + 2)]
     for rows in steps:

@@ -40,7 +40,7 @@ from sketchssm.reference.recurrence import run
 from sketchssm.serving.decoder import Recipe
 from sketchssm.vllm.settings import Settings
 
-BLOCKS, WIDTH, DRAFTS, BLOCK = 64, 4, 3, 8
+BLOCKS, WIDTH, DRAFTS, BLOCK = 104, 4, 3, 8
 # Inputs are float32, of which each output takes some dozens.
 TOLERANCE = 2e-5
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from sketchssm.calibrate.cores import on_cores
 from sketchssm.calibrate.moments import Moments
 from sketchssm.layer.checks import check_instance
 from sketchssm.plans.basis import SketchBasis, check_rank_max, orthonormal
@@ -53,7 +54,7 @@ def fit_basis(moments: Moments, rank_max: int | None = None) -> SketchBasis:
     queries = moments.query_gram / samples
     metric = np.stack([_unit_trace(gram) for gram in moments.state_gram])
     scale = np.trace(moments.state_gram / samples, axis1=-2, axis2=-1) / layer.key_dim
-    fits = [_fit_head(e0, gram, columns) for e0, gram in zip(metric, queries, strict=True)]
+    fits = on_cores(lambda head: _fit_head(metric[head], queries[head], columns), range(layer.heads))
     omega, spectrum = (np.stack(parts) for parts in zip(*fits, strict=True))
     spectrum *= scale[:, None]
     total = spectrum.sum(axis=-1, keepdims=True)

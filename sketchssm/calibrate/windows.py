@@ -5,19 +5,14 @@ reads through the sketch: positions 1 to W - 1 of a window, since the flush toke
 starts from a zero state of a head (a sequence's first window, or after a full forget) has no samples of that head.
 
 Arrays of CuPy, and of PyTorch on a GPU, stay there: `sketchssm.calibrate.chunks` computes in their library. All others
-are computed in NumPy, by one thread for each core; BLAS gets one thread, since its own would wait for each other in
-small products.
+are computed in NumPy, by one thread for each core.
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +21,7 @@ import numpy.typing as npt
 from sketchssm.arrays import interop
 from sketchssm.arrays.space import Space
 from sketchssm.calibrate.chunks import FORGOTTEN, advance, chunks_of
+from sketchssm.calibrate.cores import on_cores
 from sketchssm.layer.calls import LARGEST_ERASE, check_gates, check_state, check_tokens, check_writes
 from sketchssm.layer.checks import check_instance
 from sketchssm.layer.recurrence import Layer, Tokens
@@ -154,7 +150,12 @@ def visit(
     else:
         step = min(layer.heads, PAIRS)
         groups = [slice(start, min(start + step, layer.heads)) for start in range(0, layer.heads, step)]
-        _on_cores(lambda own: run.heads(own, max(1, PAIRS // step), ends), groups)
+
+        def on_host(own: slice) -> None:
+            with np.errstate(over="ignore", invalid="ignore"):  # sums that are not finite are refused later
+                run.heads(own, max(1, PAIRS // step), ends)
+
+        on_cores(on_host, groups)
     return Carry(ends, run.open_ring())
 
 
@@ -292,39 +293,3 @@ def _checked(space: Space, layer: Layer, carry: Carry | None, batch: int, window
         if got != shape:
             raise ValueError(f"carry: expected a ring with {name} of shape {shape}, got {got}")
     return carry
-
-
-def _on_cores(task: Callable[[slice], None], groups: list[slice]) -> None:
-    """Run a task for each group on all cores, each thread with a BLAS of one thread."""
-
-    def quiet(group: slice) -> None:
-        with np.errstate(over="ignore", invalid="ignore"):  # sums that are not finite are refused later
-            task(group)
-
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = min(cores, len(groups))
-    with _one_blas_thread():
-        if threads <= 1:
-            for group in groups:
-                quiet(group)
-            return
-        with ThreadPoolExecutor(threads) as pool:
-            try:
-                list(pool.map(quiet, groups))
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-
-
-@cache
-def _blas() -> Any:
-    """NumPy's BLAS, as `threadpoolctl` finds it; looked up once, which takes milliseconds."""
-    from threadpoolctl import ThreadpoolController
-
-    return ThreadpoolController().select(internal_api="openblas")
-
-
-@contextmanager
-def _one_blas_thread() -> Iterator[None]:
-    with _blas().limit(limits=1):
-        yield

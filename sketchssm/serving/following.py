@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-ROWS, STEPS = 4, 64
+ROWS, STEPS = 4, 256
 """Rows that are followed at once, and tokens of each."""
 
 

@@ -225,7 +225,6 @@ class Recording:
                 if rows.size:
                     begin = rows[:ROWS] if every else self._random.permutation(rows)[:ROWS]
                     self._steps, self._lead = 0, group
-                    self._taken[0] += len(begin) * STEPS
                 else:  # such as requests of one token
                     decoding = False
             if every or not decoding:
@@ -244,7 +243,9 @@ class Recording:
     def _end(self) -> list[int]:
         """Follow no rows from now on; tokens of each row that were followed."""
         self._steps, self._lead = -1, None
-        return self.followed.end()
+        counts = self.followed.end()
+        self._taken[0] += max(sum(counts), STEPS)  # requests that end at once do not keep chunks away
+        return counts
 
     def _collecting(self, now: float) -> bool:
         """Whether tokens are added at this step; goes on to the next stage when there are enough."""
