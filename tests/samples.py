@@ -113,21 +113,18 @@ def parts_of(path):
     return {name: x for name, x in document.items() if name not in ("format", "version", "sha256")}, tensors
 
 
-def one_block(parts, num_slots, block=None):
-    """Memory of all parts in one block a slot, with gaps: the block of bytes, and the parts' arrays."""
-    offsets, end = [], 0
+def one_block(parts, slots, make=np.zeros):
+    """Memory of all parts in one block a slot, with gaps: the blocks ``(slots, bytes)``, and the parts' arrays."""
+    starts, end = [], 0
     for part in parts:
-        start = -(-end // 64) * 64
-        offsets.append(start)
-        end = start + part.bytes
-    if block is None:
-        block = np.zeros((num_slots, -(-end // 64) * 64 + 64), np.uint8)
-    memory = {}
-    for part, start in zip(parts, offsets, strict=True):
-        rows = block[:, start : start + part.bytes].view("uint16" if part.dtype == "bfloat16" else part.dtype)
-        memory[part.name] = np.lib.stride_tricks.as_strided(
-            rows, (num_slots, *part.shape), (block.strides[0], *np.empty(part.shape, rows.dtype).strides)
-        )
+        starts.append(-(-end // part.alignment) * part.alignment)
+        end = starts[-1] + part.bytes + part.alignment
+    most = max(part.alignment for part in parts)
+    block, memory = make((slots, -(-end // most) * most), np.uint8), {}
+    for part, start in zip(parts, starts, strict=True):
+        rows = block[:, start : start + part.bytes].view(np.uint16 if part.dtype == "bfloat16" else part.dtype)
+        memory[part.name] = view = rows.reshape(slots, *part.shape)
+        assert view.strides[0] == block.strides[0]
     return block, memory
 
 

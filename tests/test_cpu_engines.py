@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from samples import REPEATED, plan_of, reflections, relative, states_of, tokens_of
+from samples import REPEATED, one_block, plan_of, reflections, relative, states_of, tokens_of
 
 import sketchssm.cpu.replay as cpu_replay
 import sketchssm.cpu.sketch as cpu_sketch
@@ -60,19 +60,6 @@ def sketch_plan(system, layer, window):
     if system == "residual":
         form |= {"map": "subspace", "residual_bits": BITS}
     return plan_of(np.random.default_rng(7), layer, RANKS, **form)
-
-
-def block(parts, rng):
-    """Memory of all slots in one array of random bytes, some bytes apart, part after part."""
-    starts = np.cumsum([0, *(-(-part.bytes // part.alignment) * part.alignment for part in parts)])
-    stride = int(starts[-1]) + 36
-    whole = rng.integers(0, 256, SLOTS * stride, dtype=np.uint8)
-    memory = {}
-    for part, start in zip(parts, starts.tolist(), strict=False):
-        dtype = np.dtype(np.uint16 if part.dtype == "bfloat16" else part.dtype)
-        strides = stride, *np.empty(part.shape, dtype).strides
-        memory[part.name] = np.ndarray((SLOTS, *part.shape), dtype, whole, start, strides)
-    return memory
 
 
 class Pair:
@@ -157,7 +144,9 @@ def test_any_sequence_of_calls(system, kind, shape):
             pair = Pair(system, layer, window, phase=phase)
         else:
             mine, _ = engines(system, layer, window, phase=phase)
-            pair = Pair(system, layer, window, phase=phase, memory=block(mine.parts, rng))
+            block, memory = one_block(mine.parts, SLOTS)
+            block[...] = rng.integers(0, 256, block.shape)
+            pair = Pair(system, layer, window, phase=phase, memory=memory)
             pair.call("load_state", states_of(rng, layer, SLOTS), np.arange(SLOTS))
         sequence(data, pair, rng)
 

@@ -5,25 +5,17 @@ import pytest
 from gpu.cuda_support import make_plan
 from host import fixtures, standin
 from host.heads import LAYER, head_with, narrow, tokens_of
+from samples import one_block
 
 import sketchssm as ss
-from sketchssm.arrays.interop import host_type
 from sketchssm.layer.recurrence import FULL_STATE
 
 cupy = fixtures.of_heads
 
 
-def blocks_of(parts, slots, gap=48):
-    """One block of an engine's cache for each slot, and views of the parts in it; bytes between parts hold NaN."""
-    ends = np.cumsum([-(-part.bytes // 16) * 16 + gap for part in parts])
-    block = standin.full((slots, int(ends[-1])), 255, np.uint8)
-    views = {}
-    for part, end in zip(parts, ends, strict=True):
-        size = -(-part.bytes // 16) * 16 + gap
-        rows = block[:, end - size : end - size + part.bytes]
-        kind = np.uint16 if part.dtype == "bfloat16" else host_type(part.dtype)
-        views[part.name] = rows.view(kind).reshape((slots, *part.shape), copy=False)
-    return block, views
+def filled(shape, dtype):
+    """Bytes of NaN."""
+    return standin.full(shape, 255, dtype)
 
 
 def parts_of(system):
@@ -37,7 +29,7 @@ def parts_of(system):
 def test_a_block_holds_all_of_a_slot(system, rng):
     """Results are bitwise those of a head with its own memory; only the parts are written; bytes can be moved."""
     parts = parts_of(system)
-    block, views = blocks_of(parts, 4)
+    block, views = one_block(parts, 4, filled)
     options = {"activation_dtype": "bfloat16"}
     head, twin = head_with(system, memory=dict(views), **options), head_with(system, **options)
     assert head.parts == twin.parts == parts
@@ -59,7 +51,7 @@ def test_a_block_holds_all_of_a_slot(system, rng):
 
 def test_refusals():
     parts = {part.name: part for part in parts_of("sketch")}
-    good = blocks_of(parts.values(), 4)[1]
+    good = one_block(parts.values(), 4, filled)[1]
     plan = make_plan(LAYER, [7, FULL_STATE], np.random.default_rng(1), window=4)
 
     def refused(kind, message, activation="bfloat16", **memory):

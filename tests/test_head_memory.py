@@ -87,8 +87,7 @@ class TestMemory:
     def test_one_block_for_all_parts(self, make, parts_of, layer, state_dtype, rng):
         """Parts side by side in a pool with gaps: the same bits, and no gap is written."""
         block, memory = one_block(parts_of(state_dtype=state_dtype), SLOTS)
-        used = np.zeros_like(block)
-        used_memory = one_block(parts_of(state_dtype=state_dtype), SLOTS, used)[1]
+        used, used_memory = one_block(parts_of(state_dtype=state_dtype), SLOTS)
         for array in used_memory.values():
             array.view(np.uint8 if array.ndim > 1 else array.dtype)[...] = -1 if array.ndim == 1 else 255
         block[used == 0] = 77

@@ -37,16 +37,10 @@ class Device(Host):
             for rows in range(ROWS, slots + 2 * ROWS, ROWS):
                 self._capture(rows)
 
-    def _pool(self, slots, size):
-        raw = self.cupy.empty(slots * size + 256, np.uint8)
+    def _pool(self, shape, dtype):
+        raw = self.cupy.empty(shape[0] * shape[1] + 256, dtype)
         first = -raw.data.ptr % 256
-        return raw[first : first + slots * size].reshape(slots, size)
-
-    def _view(self, part, slots, offset, size):
-        kind = np.dtype(np.uint16) if part.dtype == "bfloat16" else np.dtype(part.dtype)
-        view = self.pool[:, offset : offset + part.bytes].view(kind).reshape(slots, *part.shape)
-        assert view.strides[0] == size
-        return view
+        return raw[first : len(raw) - 256 + first].reshape(shape)
 
     def running(self):
         return self.main

@@ -5,24 +5,10 @@ import os
 
 import ml_dtypes
 import numpy as np
+from samples import one_block
 
 from sketchssm.layer.recurrence import Tokens
 from sketchssm.layer.slots import DUE
-
-
-def layout(parts):
-    """Offset of each part in a block that holds all of a slot, and the block's bytes."""
-    offsets, end = {}, 0
-    for part in parts:
-        offsets[part.name] = -(-end // part.alignment) * part.alignment
-        end = offsets[part.name] + part.bytes
-    most = max(part.alignment for part in parts)
-    return offsets, -(-end // most) * most + most  # a gap that is no part of any slot
-
-
-def stored(part):
-    """NumPy's type of a part; bfloat16 as its bits."""
-    return np.dtype(np.uint16 if part.dtype == "bfloat16" else part.dtype)
 
 
 class Host:
@@ -38,22 +24,16 @@ class Host:
     """Whether the rows of a wrong slot are left out, and counted."""
 
     def __init__(self, make, slots):
-        parts = make(1, None).parts
-        offsets, size = layout(parts)
-        self.pool = self._pool(slots, size)
-        self.memory = {part.name: self._view(part, slots, offsets[part.name], size) for part in parts}
+        self.pool, self.memory = one_block(make(1, None).parts, slots, self._pool)
         self.poison(slice(None))
         self.head = make(slots, self.memory)
         self.drafts = self.head.drafts
         """Most tokens of a draft; 0 where the backend takes no drafts."""
 
-    def _pool(self, slots, size):
-        raw = np.empty(slots * size + 64, np.uint8)
+    def _pool(self, shape, dtype):
+        raw = np.empty(shape[0] * shape[1] + 64, dtype)
         first = -raw.ctypes.data % 64
-        return raw[first : first + slots * size].reshape(slots, size)
-
-    def _view(self, part, slots, offset, size):
-        return np.ndarray((slots, *part.shape), stored(part), self.pool.data, offset, (size, *_strides(part)))
+        return raw[first : len(raw) - 64 + first].reshape(shape)
 
     def poison(self, slots):
         """Overwrite all that freed slots hold."""
@@ -107,12 +87,3 @@ class Host:
         """Bytes of memory in use."""
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _strides(part):
-    """Strides of one contiguous slot."""
-    strides, step = [], stored(part).itemsize
-    for size in reversed(part.shape):
-        strides.append(step)
-        step *= size
-    return reversed(strides)
