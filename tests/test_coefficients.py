@@ -5,10 +5,8 @@ import re
 import numpy as np
 import pytest
 
-import sketchssm as ss
 from sketchssm.layer.coefficients import FORMS, MAPS, RIDGE_FLOOR, CoefficientMap
 from sketchssm.layer.formats import SketchFormat
-from sketchssm.plans import traffic
 
 
 def test_each_map_has_its_own_parameters():
@@ -55,10 +53,6 @@ def test_refuses(arguments, message):
         CoefficientMap(*arguments)
 
 
-def test_one_pivot_is_enough():
-    assert CoefficientMap("lowrank", 1).rows([1, 5]).tolist() == [1, 1]
-
-
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("parameter", ["pivots", "ridge"])
 def test_a_parameter_that_the_map_ignores_is_an_error(name, parameter):
@@ -84,10 +78,3 @@ def test_bytes_by_definition():
         elements = rank * value_dim + map.elements(rank, key_dim)
         assert SketchFormat.of("float32").bytes(map, rank, key_dim, value_dim) == 4 * elements
         assert SketchFormat.of("bfloat16").bytes(map, rank, key_dim, value_dim) == 2 * elements
-
-
-def test_several_heads():
-    form, ranks = SketchFormat.of("int8"), np.array([4, 8, 12])
-    assert form.bytes(RIDGE, ranks, 128, 128).tolist() == [form.bytes(RIDGE, r, 128, 128) for r in ranks]
-    reads = traffic.sketch_read("mamba2", 128, 128, [4, ss.FULL_STATE], sketch_dtype="int8")
-    assert reads.tolist() == [form.bytes(RIDGE, 4, 128, 128), 2 * 128 * 128]

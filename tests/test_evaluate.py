@@ -206,17 +206,6 @@ def measured_together(traces, systems):
     return [measure(Entry("own", system.name, 8, lambda system=system: system), study) for system in systems]
 
 
-def test_kinds_that_a_method_excludes_list_nothing(traces):
-    counts = {make.__name__: len(systems) for make, systems in listed(traces).items()}
-    gdn = traces.layer.kind == "gdn"
-    assert counts == {
-        "quantised_systems": 4,
-        "pruned_systems": 0 if gdn else 4,
-        "key_reduced_systems": 4 if gdn else 0,
-        "read_only_systems": 7,
-    }
-
-
 def test_reductions_are_the_byte_model_s(traces):
     size = (traces.layer.key_dim, traces.layer.value_dim)
     whole = traffic.standard(*size)

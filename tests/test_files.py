@@ -118,10 +118,6 @@ class TestDamage:
         stop = data.draw(st.integers(start, min(start + 64, len(whole))))
         refused(kind, path, whole[:start] + data.draw(st.binary(max_size=64)) + whole[stop:], whole)
 
-    @pytest.mark.parametrize("content", [b"", b"\x93NUMPY" * 100, b"{}", b"\xff" * 64, b"\0" * 64])
-    def test_not_safetensors(self, content, kind, saved):
-        assert refused(kind, saved, content, b"")
-
     def test_a_file_that_may_not_be_read(self, kind, saved, monkeypatch):
         """The system's errors are not the file's."""
 

@@ -107,13 +107,6 @@ class TestExactness:
 
 
 class TestSlots:
-    def test_rows_go_where_they_are_sent(self, make, layer, rng):
-        tokens = tokens_of(rng, layer, 3, WINDOW)
-        head, twin = make(), make()
-        np.testing.assert_array_equal(head.step(*tokens, slots=[4, 0, 2]), twin.step(*tokens))
-        np.testing.assert_array_equal(head.state[[4, 0, 2]], twin.state[:3])
-        np.testing.assert_array_equal(head.state[[1, 3]], 0)
-
     def test_padding_reads_and_writes_nothing(self, make, layer, rng):
         """A padding row with any values, even NaN or a positive gate, outputs zeros and changes no slot."""
         tokens = tokens_of(rng, layer, 2, 3 * WINDOW)

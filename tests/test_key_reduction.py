@@ -49,11 +49,6 @@ class TestStrongQR:
         bound = np.sqrt(1 + GROWTH**2 * count * (16 - count))  # Gu and Eisenstat, theorem 3.2
         assert (kept >= whole[:count] / bound * (1 - 1e-6)).all()
 
-    def test_swaps_where_pivoting_misjudges(self):
-        found, others = strong_rrqr(kahan(32).T @ kahan(32), 31)
-        assert 31 not in others  # which pivoting drops
-        assert sorted([*found, *others]) == list(range(32))
-
     def test_a_rank_below_the_count(self, rng):
         m = rng.standard_normal((40, 3)) @ rng.standard_normal((3, 8))
         found, _ = strong_rrqr(m.T @ m, 5)

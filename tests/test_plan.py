@@ -107,7 +107,7 @@ class TestPlan:
 class TestShard:
     @pytest.mark.parametrize(("name", "form"), [*zip(MAPS, ("bfloat16", "float32", "int8"), strict=True)])
     def test_a_shard_is_a_whole_plan(self, name, form, rng, tmp_path):
-        plan = plan_of(rng, LAYER, RANKS, map=name, window=7, pivots=2, sketch_dtype=form)
+        plan = plan_of(rng, LAYER, RANKS, map=name, window=7, pivots=2, ridge=1 / 3, sketch_dtype=form)
         for rank, (heads, columns) in enumerate([(slice(0, 2), 3), (slice(2, 4), 2)]):
             shard = plan.shard(rank, 2)
             assert shard.layer == Layer("gdn", 2, 6, 5, 1)
@@ -175,20 +175,8 @@ class TestShard:
         refused("world: expected a divisor or a multiple of key_heads=6, got 4", plan.shard, 0, 4)
 
 
-class TestRoundTrip:
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("ranks", [RANKS, FULL_STATE], ids=["ranks", "full"])
-    @pytest.mark.parametrize("name", MAPS)
-    def test_bitwise(self, kind, ranks, name, rng, tmp_path):
-        plan, path = (
-            plan_of(rng, LAYERS[kind], ranks, map=name, window=7, pivots=2, ridge=1 / 3),
-            str(tmp_path / "plan"),
-        )
-        plan.save(path)
-        same(ss.SketchPlan.load(path), plan)
-
-    def test_any_safetensors_reader_opens_it(self, saved, plan):
-        np.testing.assert_array_equal(load_file(saved)["omega"], plan.omega)
+def test_any_safetensors_reader_opens_it(saved, plan):
+    np.testing.assert_array_equal(load_file(saved)["omega"], plan.omega)
 
 
 class TestBadFiles:

@@ -130,15 +130,6 @@ class TestRun:
         assert state.shape == (2, *layer.state_shape)
         assert state.flags.c_contiguous
 
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_a_full_forget_leaves_one_token(self, kind, rng):
-        layer = LAYERS[kind]
-        tokens = tokens_of(rng, layer, 2, 5)
-        tokens.g[:, -1] = -np.inf
-        _, state = run(layer, *tokens, state=states_of(rng, layer, 2))
-        last = tokens.at(np.s_[:, -1:])
-        np.testing.assert_array_equal(state, run(layer, *last._replace(g=np.zeros_like(last.g)))[1])
-
     def test_refuses_a_call_without_tokens_axis(self, rng):
         with pytest.raises(ValueError, match="expected shape"):
             run(LAYERS["gdn"], *tokens_of(rng, LAYERS["gdn"], 2, 5).at(np.s_[:, 0]))
