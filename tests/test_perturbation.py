@@ -154,6 +154,21 @@ def test_the_digest_of_packed_weights_is_that_of_their_values():
     assert st.fingerprint(model) == before
 
 
+def test_the_digest_of_weights_in_buffers_is_that_of_their_scales():
+    """As GPTQ keeps them. Other buffers, such as those of Falcon-H1 in float, are left out."""
+    model = make("FalconH1")
+    mixer, packed = model.model.layers[0].mamba, torch.nn.Module()
+    packed.register_buffer("qweight", torch.arange(32, dtype=torch.int32))
+    packed.register_buffer("scales", torch.rand(2, 32).half())
+    mixer.out_proj = packed
+    before = st.fingerprint(model)
+    mixer.mup_vector, packed.qweight = mixer.mup_vector + 1, packed.qweight.flip(0)
+    packed.scales = packed.scales.float()
+    assert st.fingerprint(model) == before
+    packed.scales = packed.scales * 1.01
+    assert "layer model.layers.0.mamba: expected parameters with SHA-256" in before.difference(st.fingerprint(model))
+
+
 def test_weights_in_fp8_on_the_cpu(tmp_path):
     """transformers converts them to bfloat16."""
     pytest.importorskip("accelerate")

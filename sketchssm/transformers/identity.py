@@ -17,7 +17,8 @@ def fingerprint(model: torch.nn.Module) -> ModelFingerprint:
     """Identity of a model and its recurrent layers.
 
     A digest covers the parameters of a layer's module, as many as `SAMPLES` values of each at even distances, rounded
-    to bfloat16 and to float16: weights of a file in bfloat16 have the same digest in every type.
+    to bfloat16 and to float16: weights of a file in bfloat16 have the same digest in every type. Of weights that are
+    packed in buffers, as by GPTQ, it covers the scales: kernels may pack the rest anew when they first run.
 
     Parameters
     ----------
@@ -47,7 +48,8 @@ def _digest(layer: str, module: torch.nn.Module) -> str:
         # bitsandbytes packs 4-bit weights for the CPU when they are first used; asked for their state, it unpacks them
         if getattr(getattr(getattr(part, "weight", None), "quant_state", None), "packing_format_for_cpu", False):
             part.state_dict()
-    for name, parameter in sorted(module.named_parameters()):
+    scales = [item for item in module.named_buffers() if item[0].endswith(".scales")]  # of weights packed in buffers
+    for name, parameter in sorted([*module.named_parameters(), *scales]):
         held = _offloaded(module, name) if parameter.is_meta else parameter
         if held is None:
             raise ValueError(f"model: expected loaded parameters, got {layer}.{name} on the device meta")
