@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from samples import Basis, refused, relative, self_answered, states_of, tokens_of
+from samples import refused, relative, self_answered, states_of, tokens_of
 
 import sketchssm as ss
 from sketchssm.calibrate.traces import SHIPPED
@@ -65,18 +65,6 @@ def test_stepwise_decode_is_the_forward_pass(kind, lm):
     model = tiny(lm, kind, torch.float64)
     heads = {place: ss.StandardHead(model.layer, 3, "reference") for place in model.recurrent}
     assert relative(stepwise(model, lm["recurrence"].Heads(heads), ids()), model(ids())) < 1e-11
-
-
-@pytest.mark.parametrize("kind", SHIPPED)
-def test_full_reads_and_full_ranks_are_exact(kind, lm, rng):
-    """Plans with full-state heads, and with full rank up to the least ridge, decode like the forward pass."""
-    model = tiny(lm, kind, torch.float64)
-    basis, layer = Basis(rng, model.layer), model.layer
-    for ranks, tolerance in ((ss.FULL_STATE, 1e-11), (layer.key_dim, 1e-2)):
-        map = ss.CoefficientMap("ridge", ridge=0.0)
-        plan = ss.SketchPlan(basis, np.full(layer.heads, ranks), window=8, map=map)
-        heads = {place: ss.SketchHead(plan, 3, "reference") for place in model.recurrent}
-        assert relative(model(ids(), lm["recurrence"].Heads(heads)), model(ids())) < tolerance
 
 
 @pytest.mark.parametrize("kind", SHIPPED)
@@ -187,17 +175,6 @@ def test_evaluation_compares_systems(small_run, lm, tmp_path):
     if importlib.util.find_spec("matplotlib"):
         picture = lm["figure"].Comparison("kda", results, without)
         assert lm["figure"].draw([picture], tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_sketches_of_a_format_have_a_name_of_their_own(lm):
-    """The plans are of the format."""
-    model = tiny(lm, "gdn")
-    calibrations = lm["systems"].calibrate(model, ids(), window=4)
-    for form in ("bfloat16", "int8"):
-        (system,) = lm["systems"].sketches(calibrations, [2], 4, sketch_dtype=form)
-        assert system.family == ("sketch, ridge map" if form == "bfloat16" else f"sketch, ridge map, {form}")
-        for layer in system.layers.values():
-            assert layer.plan.sketch_dtype == form
 
 
 def test_ranks_by_perturbation(lm):
@@ -367,6 +344,9 @@ def test_sketches_beside_copies_are_listed(lm):
     found = {x.family: x.reduction for x in listed if x.family.startswith("sketch")}
     (copy,) = (x.reduction for x in listed if x.name == "4-bit copy")
     assert list(found) == ["sketch, ridge map", "sketch, ridge map, int8"]
+    for x in (x for x in listed if x.family in found):
+        form = "int8" if x.family.endswith("int8") else "bfloat16"
+        assert {layer.plan.sketch_dtype for layer in x.layers.values()} == {form}
     assert min(found.values()) >= copy
     chosen = lm["evaluate"].listed(
         lm["evaluate"].arguments([*given, "--only", "[24]-bit copy", "*int8*"]), calibrations
