@@ -93,6 +93,11 @@ class Basis:
         self.omega = np.linalg.eigh(mixed @ mixed.swapaxes(-1, -2))[1][:, :, ::-1]
 
 
+def fingerprints(plans):
+    """Of plans by the names of their layers."""
+    return {name: plan.fingerprint for name, plan in plans.items()}
+
+
 def plan_of(rng, layer, ranks=2, map=DEFAULT_MAP, pivots=None, ridge=None, **settings):
     """A plan on a `Basis`; one rank stands for all heads. The map takes the parameters that it has."""
     ranks = np.broadcast_to(ranks, layer.heads)

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from gpu.cuda_support import EXACT, STORED
 from host.heads import LAYER
 from samples import refused
+from test_cli import invoke
 from test_traces import SHAPES
 
 from sketchssm import cuda
-from sketchssm.cli import main
 from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.recurrence import FULL_STATE, KINDS, Layer
 from sketchssm.study import bench
@@ -23,23 +22,12 @@ from sketchssm.study.bench.results import BenchResult, StepBytes
 WINDOW = 4
 
 
-def invoke(*arguments, code=0):
-    result = CliRunner().invoke(main, ["bench", *map(str, arguments)])
-    assert result.exit_code == code, result.output
-    return result
-
-
 def result(system="standard", batch=1, step=2.0, shape="tiny"):
     times = [step] * WINDOW
     return BenchResult.of((shape, system, "cuda"), batch, times, StepBytes(4e3, 4e3), 1e10, (1e-3, 1e-7), 0.0)
 
 
 class TestWorkloads:
-    def test_random_tokens_fit_their_layer(self):
-        for layer in SHAPES.values():
-            tokens = bench.random_tokens(layer, 2, 3)
-            assert {name for name, x in tokens._asdict().items() if x is not None} == set(layer.token_shapes())
-
     @pytest.mark.parametrize("mean", range(1, 33))
     def test_spread_ranks_have_their_mean(self, mean):
         ranks = bench.spread_ranks(32, mean, 128)
@@ -181,13 +169,13 @@ class TestHost:
 
     def test_no_device(self, monkeypatch):
         monkeypatch.setattr(cuda, "missing", lambda: "CuPy sees no CUDA device")
-        assert "'cuda' can't run here: CuPy sees no CUDA device" in invoke("--backend", "cuda", code=2).output
-        assert "on a GPU only" in invoke("--peers", code=2).output
-        assert "only a GPU rests" in invoke("--duty", 0.5, code=2).output
+        assert "'cuda' can't run here: CuPy sees no CUDA device" in invoke("bench", "--backend", "cuda", code=2).output
+        assert "on a GPU only" in invoke("bench", "--peers", code=2).output
+        assert "only a GPU rests" in invoke("bench", "--duty", 0.5, code=2).output
         for duty in (0, 2, "nan"):
-            assert "expected a share in (0, 1]" in invoke("--duty", duty, code=2).output
+            assert "expected a share in (0, 1]" in invoke("bench", "--duty", duty, code=2).output
         monkeypatch.setattr(cuda, "missing", lambda: "")
-        assert "with log-decays only" in invoke("--peers", "--raw-gate", code=2).output
+        assert "with log-decays only" in invoke("bench", "--peers", "--raw-gate", code=2).output
 
 
 class TestTables:
@@ -216,7 +204,8 @@ class TestTables:
 class TestCalibration:
     def test_report(self, tmp_path, monkeypatch):
         monkeypatch.setitem(bench.SHAPES, "tiny", LAYER)
-        invoke("--calibrate", "--shape", "tiny", "--seconds", 0, "--backend", "cpu", "--json", tmp_path / "t.json")
+        settings = ["--shape", "tiny", "--seconds", 0, "--backend", "cpu", "--json", tmp_path / "t.json"]
+        invoke("bench", "--calibrate", *settings)
         report = json.loads((tmp_path / "t.json").read_text())
         assert report["device"] == "cpu"
         assert [r["sums"] for r in report["results"]] == ["moments", "scores", "joint scores"]
@@ -227,7 +216,7 @@ class TestCalibration:
 
     @pytest.mark.parametrize("option", [("--batch", 2), ("--map", "lowrank")])
     def test_options_of_decode_are_refused(self, option):
-        assert f"{option[0]}: has no effect with --calibrate" in invoke("--calibrate", *option, code=2).output
+        assert f"{option[0]}: has no effect with --calibrate" in invoke("bench", "--calibrate", *option, code=2).output
 
     def test_backends(self):
-        assert "NumPy (cpu) or CuPy" in invoke("--calibrate", "--backend", "reference", code=2).output
+        assert "NumPy (cpu) or CuPy" in invoke("bench", "--calibrate", "--backend", "reference", code=2).output

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from samples import fingerprints
 from test_traces import SHAPES, write_traces
 
 import sketchssm as ss
@@ -168,9 +169,7 @@ def test_several_layers_share_a_budget(tmp_path):
     whole = tmp_path / "plans.safetensors"
     ModelPlans(plans, ModelFingerprint("Model", layers), made).save(whole)
     for place in (tmp_path / "plans", whole):
-        assert {name: plan.fingerprint for name, plan in load_plans(place).items()} == {
-            name: plan.fingerprint for name, plan in plans.items()
-        }
+        assert fingerprints(load_plans(place)) == fingerprints(plans)
         for some in (files, files[1:]):
             found = json.loads(invoke("evaluate", *some, "--plan", place, *SMALL[2:], "--json", "-").stdout)
             own = [layer["systems"][-1] for layer in found["layers"]]

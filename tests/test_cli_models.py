@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from samples import refused
+from samples import fingerprints, refused
 from test_cli import invoke
 from tiny_models import VISION, make, prompt, st, torch, transformers
 
@@ -49,7 +49,7 @@ def test_calibrate(folder, plans):
     path, output = plans
     got = st.ModelPlans.load(path)
     want = st.calibrate(make("Qwen3Next"), prompt(1, 100)[0, :72], length=24, window=4, mean_rank=3)
-    assert {name: plan.fingerprint for name, plan in got.items()} == {n: x.fingerprint for n, x in want.items()}
+    assert fingerprints(got) == fingerprints(want)
     assert got.fingerprint == want.fingerprint
     assert "model.layers.1.linear_attn" in output
     assert f"{got.reduction:.2f}x less state traffic" in output
@@ -71,21 +71,17 @@ def test_vision_classes(folder, name, tmp_path):
     got = st.ModelPlans.load(tmp_path / "plans.safetensors")
     want = st.calibrate(model, prompt(1, 100)[0, :72], length=24, window=4, mean_rank=3)
     assert got.fingerprint == want.fingerprint
-    assert {name: plan.fingerprint for name, plan in got.items()} == {n: x.fingerprint for n, x in want.items()}
+    assert fingerprints(got) == fingerprints(want)
 
 
-def test_token_ids_in_place_of_text(folder, plans, tmp_path):
+@pytest.mark.parametrize("device", ("cpu", "balanced"))
+def test_token_ids_in_place_of_text(folder, plans, tmp_path, device):
+    """On one device, and with the layers spread over all."""
+    if device == "balanced":
+        pytest.importorskip("accelerate")
     out = tmp_path / "new" / "plans.safetensors"
-    arguments = ["--model", folder, "--text", folder / "text.npy", *SHORT, "--window", 4, "--mean-rank", 3]
-    invoke("calibrate", *arguments, "--out", out)
-    assert out.read_bytes() == plans[0].read_bytes()
-
-
-def test_layers_that_are_spread(folder, plans, tmp_path):
-    pytest.importorskip("accelerate")
-    out = tmp_path / "plans.safetensors"
-    balanced = [*SHORT[:-1], "balanced", "--window", 4, "--mean-rank", 3]
-    invoke("calibrate", "--model", folder, "--text", folder / "text.npy", *balanced, "--out", out)
+    arguments = [*SHORT[:-1], device, "--window", 4, "--mean-rank", 3]
+    invoke("calibrate", "--model", folder, "--text", folder / "text.npy", *arguments, "--out", out)
     assert out.read_bytes() == plans[0].read_bytes()
 
 
@@ -199,7 +195,7 @@ def test_questions_about_the_text(folder, tmp_path, monkeypatch):
     asked = make_prompts("keys", ids, **settings, length=160, facts=range(1, 9))
     settings = {"length": 160, "window": 4, "reduction": 2.7}
     want = st.calibrate(make("Qwen3Next"), ids[:320], **settings, prompts=asked.ids, answers=asked.answers)
-    assert {name: plan.fingerprint for name, plan in got.items()} == {n: x.fingerprint for n, x in want.items()}
+    assert fingerprints(got) == fingerprints(want)
     for changed in (
         {"questions": 0},
         {"method": "error"},
@@ -225,9 +221,7 @@ def test_plans_for_a_time(folder, tmp_path):
 
     found = ss.plans_within(calibration, 0.5, took, budgets=(2, 1.5, 1.2), rank_max=2)
     assert len(seen) == 3 and found.allocation.method == "joint"
-    assert {n: x.fingerprint for n, x in found.items()} == {
-        n: x.fingerprint for n, x in calibration.plans(reduction=2, rank_max=2).items()
-    }
+    assert fingerprints(found) == fingerprints(calibration.plans(reduction=2, rank_max=2))
     assert ss.plans_within(calibration, 0.5, took, map="ridge").allocation.mean_rank == 16
     for budgets, message in (
         ((1.5,), r"seconds: expected at least 1, the least of"),
@@ -287,9 +281,7 @@ def test_import_of_published_calibrations(folder, tmp_path):
     kept, out = tmp_path / "c.safetensors", tmp_path / "p.safetensors"
     invoke("calibrate", "--import", path, "--model", folder, "--keep", kept, "--mean-rank", 3, "--out", out)
     plans = st.ModelPlans.load(out)
-    assert {name: plan.fingerprint for name, plan in ss.Calibration.load(kept).plans(3).items()} == {
-        name: plan.fingerprint for name, plan in plans.items()
-    }
+    assert fingerprints(ss.Calibration.load(kept).plans(3)) == fingerprints(plans)
     omega = contents["omega"].double().numpy()
     for place, plan in enumerate(plans.values()):
         for head in range(layer.heads):

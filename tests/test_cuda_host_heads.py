@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from gpu.cuda_support import EXACT, STORED
-from host import fixtures, standin
+from host import driver, fixtures, standin
 from host.heads import BFLOAT16, LAYER, OnDevice, head_with, narrow, sketch, tokens_of
 from samples import refused, relative
 
 import sketchssm as ss
-from sketchssm.cuda import frameworks, workspaces
+from sketchssm.cuda import workspaces
 
 cupy = fixtures.of_heads
 
@@ -178,10 +178,7 @@ class TestTorchOnDevice:
 
     @pytest.fixture
     def torch(self, torch, monkeypatch):
-        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
-        monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0, raising=False)
-        monkeypatch.setattr(frameworks.TorchArrays, "stream", lambda self: self.__dict__.update(_device="cpu"))
-        monkeypatch.setattr(frameworks.TorchArrays, "stream_address", lambda self: 0)
+        driver.install(monkeypatch, torch, None)
         return torch
 
     def test_memory_is_used_as_it_is(self, torch, rng):

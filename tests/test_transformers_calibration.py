@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from samples import refused, relative
+from samples import fingerprints, refused, relative
 from tiny_models import SETTINGS, generate, make, prompt, qwen, st, torch
 
 import sketchssm as ss
@@ -118,7 +118,7 @@ def test_rows_that_are_cut(qwen, plans):
         {"text": words, "tokenizer": Tokenizer(), "length": 24},
     ):
         got = st.calibrate(qwen, mean_rank=3, window=WINDOW, **given)
-        assert all(got[name].fingerprint == want[name].fingerprint for name in want)
+        assert fingerprints(got) == fingerprints(want)
 
 
 def test_progress(qwen):
@@ -177,9 +177,7 @@ def test_patch_takes_plans_and_their_file(plans, qwen, tmp_path):
     answers = []
     for given in (plans, path, str(path), dict(plans)):
         with st.patch(qwen, given, slots=2, backend="cpu") as patch:
-            assert {name: head.plan.fingerprint for name, head in patch.heads.items()} == {
-                name: plan.fingerprint for name, plan in plans.items()
-            }
+            assert {name: head.plan.fingerprint for name, head in patch.heads.items()} == fingerprints(plans)
             answers.append(generate(qwen, prompt(2, 9)).sequences)
     assert all(torch.equal(answers[0], answer) for answer in answers)
 
@@ -387,4 +385,4 @@ def test_models_as_people_load_them(place, method, tmp_path):
     assert next(loaded.parameters()).is_meta == (place != "compiled")
     got = st.calibrate(loaded, text(), **settings)
     assert got.fingerprint == want.fingerprint
-    assert {name: plan.fingerprint for name, plan in got.items()} == {n: x.fingerprint for n, x in want.items()}
+    assert fingerprints(got) == fingerprints(want)

@@ -1,6 +1,7 @@
 """Calibrations of models that are interrupted and go on, and samples of given sizes."""
 
 import pytest
+from samples import fingerprints
 from tiny_models import prompt, qwen, st, torch
 
 from sketchssm.plans.files import FileFormatError
@@ -48,7 +49,7 @@ def test_a_later_run_continues(qwen, label, settings, left, tmp_path, monkeypatc
     hook.remove()
     assert len(runs) == left
     want = st.calibrate(qwen, TEXT, **settings | {"resume": None})
-    assert {name: plan.fingerprint for name, plan in found.items()} == {n: x.fingerprint for n, x in want.items()}
+    assert fingerprints(found) == fingerprints(want)
     assert found.allocation == want.allocation
 
 
