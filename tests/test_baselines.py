@@ -120,26 +120,20 @@ class TestCopies:
 
 class TestGhost:
     @pytest.mark.parametrize("kind", PRUNABLE)
-    def test_score_is_controllability_times_observability(self, kind, rng):
-        """By brute force, token by token: the energy of a channel's row times the squared entry of the query. This is
-        also the squared error of the reads if this channel is zeroed.
-        """
+    def test_score_is_the_error_of_a_channel_left_out(self, kind, rng):
+        """Of the reads, squared, by brute force, token by token."""
         layer = LAYERS[kind]
         tokens = tokens_of(rng, layer, 2, 12, np.float64)
         scores = ss.ChannelScores(layer)
         scores.update(*tokens)
-        product, lost = np.zeros((2, layer.key_heads, layer.key_dim))
+        lost = np.zeros((layer.key_heads, layer.key_dim))
         inputs = per_head(layer, tokens)
         state = np.zeros((2, layer.heads, layer.key_dim, layer.value_dim))
         for t in range(12):
             state, output = step(state, *inputs.at(np.s_[:, t]))
             for row, h, n in np.ndindex(2, layer.heads, layer.key_dim):
-                query = inputs.q[row, t, h]
-                controllability, observability = np.sum(state[row, h, n] ** 2), query[n] ** 2
-                product[h // layer.group, n] += controllability * observability
-                without = np.delete(state[row, h], n, axis=0).T @ np.delete(query, n)
+                without = np.delete(state[row, h], n, axis=0).T @ np.delete(inputs.q[row, t, h], n)
                 lost[h // layer.group, n] += np.sum((output[row, h] - without) ** 2)
-        assert relative(scores.scores, np.sqrt(product / 24)) < ROUNDING
         assert relative(scores.scores, np.sqrt(lost / 24)) < ROUNDING
 
     @pytest.mark.parametrize("kind", PRUNABLE)
@@ -195,7 +189,7 @@ class TestGhost:
 class TestLowRankReads:
     @pytest.mark.parametrize("kind", KINDS)
     def test_the_subspace_is_optimal_for_the_mean_gram_matrix(self, kind, rng):
-        """It loses the energy of the trailing eigenvalues; no other subspace of its dimension loses less."""
+        """It loses the energy of the trailing eigenvalues: no subspace of its dimension loses less."""
         layer = LAYERS[kind]
         moments = moments_of(layer, tokens_of(rng, layer, 4, 40, np.float64), 8)
         gram = moments.state_gram / moments.samples[:, None, None]
@@ -206,10 +200,6 @@ class TestLowRankReads:
             left = total - np.einsum("hij,hji->h", p, gram)
             np.testing.assert_allclose(p @ p, p, atol=ROUNDING)
             np.testing.assert_allclose(left, energy[:, :-rank].sum(axis=-1), rtol=0, atol=ROUNDING * total.max())
-            for _ in range(20):
-                other = np.linalg.qr(rng.standard_normal((*p.shape[:2], rank)))[0]
-                held = np.einsum("hkr,hkl,hlr->h", other, gram, other)
-                assert (total - held >= left * (1 - 1e-9)).all()
 
     @pytest.mark.parametrize("backend", ["reference", "cpu"])
     @pytest.mark.parametrize("kind", KINDS)

@@ -205,8 +205,7 @@ def test_without_gradients_errors_count():
     assert not blind.paired.any()
     allocation = ss.allocate_joint(blind, 1.5)
     assert allocation.method == "joint-error"
-    values = sum(x[:, 0, 0].sum() / x[:, 0, 0].sum() for x in (blind.error, blind.isotropic))
-    assert allocation.objective < values
+    assert allocation.objective < 2  # both errors at rank 1 with 1 bit
     refused("answers: expected scores", ss.allocate_joint, scored(tokens=tokens, grad=grad, basis=basis), 1.5, blind)
 
 
@@ -247,7 +246,7 @@ def test_settings_are_checked(settings, match):
 
 
 def test_refusals():
-    scores, (tokens, grad) = scored(), traces(0, SMALL)
+    scores = scored()
     # rank 1 with 1 bit: 2048 bytes of codes, 512 of scales, 260 of a column and a row, 32 of erase vectors
     most = 32 * 65536 / (15 * (2048 + 512 + 260 + 32) + 2 * 65536)
     assert (ss.allocate_joint(filled(np.ones((2, 2, 2))), most).ranks == 1).all()
@@ -258,6 +257,7 @@ def test_refusals():
         ss.allocate_joint([], 2)
     with pytest.raises(ValueError, match=r"samples of at least one head .* layer 1"):
         ss.allocate_joint([scores, ss.JointScores(SketchBasis.random(SMALL, 6), 8, ranks=(1, 4), bits=(1, 3))], 2)
+    tokens, grad = traces(0, SMALL)
     refused("scores: expected gradients, got only zeros", ss.allocate_joint, scored(tokens=tokens, grad=0 * grad), 1.5)
     refused("answers: expected the layers, ranks, bits", ss.allocate_joint, scores, 1.5, scored(bits=(1, 2)))
     refused(r"scores: expected ranks \(1, 4\), bits \(1,", ss.allocate_joint, [scores, scored(ranks=(1, 2))], 1.5)
@@ -265,11 +265,6 @@ def test_refusals():
         broken = scored()
         broken.isotropic[0, 0, 0] = np.nan
         ss.allocate_joint(broken, 1.5)
-    with pytest.raises(ValueError, match=r"^grad, weight: expected the same one, or neither"):
-        scores.update(*tokens)
-    refused("grad: expected shape", scores.update, *tokens, grad=grad[..., :1])
     with pytest.raises(ValueError, match="expected the same bits to add"):
         scores + scored(bits=(1, 2))
-    with pytest.raises(ValueError, match="expected the same basis to add"):
-        scores + scored(basis=SketchBasis.random(SMALL, 6, 1))
     refused("scores: expected", ss.allocate_joint, SketchBasis.random(SMALL, 6), 2)

@@ -222,12 +222,6 @@ def test_delta_rule_options(rng, kind):
     np.testing.assert_array_equal(doubled.q, 2 * plain.q)
 
 
-def test_zero_keys_stay_zero(rng):
-    given = delta(rng, "gdn")
-    given["k"][0, 0] = 0
-    assert not gdn_inputs(**given).k[0, 0].any()
-
-
 def test_kda_parameters_in_the_shapes_of_checkpoints(rng):
     given = delta(rng, "kda")
     plain = kda_inputs(**given)

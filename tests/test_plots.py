@@ -1,6 +1,5 @@
 """Pictures and tables of an evaluation, from results made up for the purpose."""
 
-import sys
 from dataclasses import replace
 
 import pytest
@@ -83,12 +82,6 @@ def test_a_failed_picture_leaves_the_old_one(matplotlib, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         plots.draw([LAYER], tmp_path, ".svg")
     assert path.read_bytes() == before
-
-
-def test_missing_matplotlib_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'sketchssm-decode\[plot\]'"):
-        plots.draw([LAYER], tmp_path)
 
 
 STANDARD, SKETCH = system("exact/standard", 1, 1e-7), system("sketch/ridge-8", 10.25, 0.02)
