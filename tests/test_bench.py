@@ -65,11 +65,12 @@ class TestWorkloads:
         assert set(timed) == set(bench.SHAPES)
         for name, layer in bench.SHAPES.items():
             standard, replay, sketch = (timed[name][system] for system in ("standard", "replay", "sketch"))
-            rank = bench.MEAN_RANKS[name]
-            assert float(sketch["system"].split()[1].removeprefix("G=")) == pytest.approx(rank, abs=0.5)
-            (row,) = re.findall(rf"^\| {re.escape(name)} \((\d+), (\d+), (\d+) / (\d+)\), (\d+) \|(.*)\|$", page, re.M)
+            rank = float(sketch["system"].split()[1].removeprefix("G="))
+            assert rank == pytest.approx(bench.MEAN_RANKS[name], abs=0.5)
+            listed = rf"^\| {re.escape(name)} \((\d+), (\d+), (\d+) / (\d+)\), ([\d.]+) \|(.*)\|$"
+            (row,) = re.findall(listed, page, re.M)
             sizes = layer.key_dim, layer.value_dim, layer.heads, layer.key_heads, rank
-            assert tuple(map(int, row[:-1])) == sizes
+            assert tuple(map(float, row[:-1])) == sizes
             shown = [float(x) for x in re.findall(r"([\d.]+)", row[-1])]
             whole = standard["microseconds"], replay["microseconds"], sketch["microseconds"]
             (us, share, *rest), window = (whole[0], 100 * standard["fraction"], whole[1]), whole[2]
