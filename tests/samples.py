@@ -171,7 +171,7 @@ def reset_after_nan(head, twin, layer, window, count, rng):
     same(head, twin)
 
 
-def self_answered(likeliest, prompts, length=60):
+def self_answered(likeliest, prompts):
     """Prompts with short questions for models of 64 tokens, with right answers from the model: `likeliest` returns the
     next token of each of some ids. The first tokens of answers depend on the state before the question.
     """
@@ -181,7 +181,7 @@ def self_answered(likeliest, prompts, length=60):
 
     wording = Wording("a", (Form("{key}{value};", "{key}", "{key}"),), tuple("klmnopqr"))
     text = np.random.default_rng(2).integers(2, 64, 400)
-    made = make_prompts("keys", text, encode, prompts, np.random.default_rng(0), length=length, wording=wording)
+    made = make_prompts("keys", text, encode, prompts, np.random.default_rng(0), length=60, wording=wording)
     ids = made.ids.copy()
     for column in np.flatnonzero(made.answers.any(0)):
         ids[:, column] = np.where(made.answers[:, column], likeliest(ids[:, :column])[:, -1], ids[:, column])

@@ -14,10 +14,10 @@ W = 5
 LAYER = LAYERS["gdn"]
 
 
-def moments_of(rng, kind="gdn", batch=3, length=40, **settings):
+def moments_of(rng, kind="gdn", batch=3, **settings):
     layer = LAYERS[kind]
     moments = ss.Moments(layer, window=W, **settings)
-    moments.update(*tokens_of(rng, layer, batch, length, np.float64))
+    moments.update(*tokens_of(rng, layer, batch, 40, np.float64))
     return moments
 
 

@@ -1,6 +1,5 @@
 """Sums of tokens that stay on their device. On a host without one, PyTorch's CPU stands for it."""
 
-from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -53,9 +52,9 @@ def made(name, layer):
     return ss.RankScores(basis) if name == "scores" else ss.JointScores(basis)
 
 
-def updates(sums, tokens, grad, cuts=(0, 19, 60)):
+def updates(sums, tokens, grad):
     more, carry = {}, None
-    for start, stop in pairwise(cuts):
+    for start, stop in ((0, 19), (19, 60)):
         if grad is not None:
             more["grad"] = grad[:, start:stop]
         carry = sums.update(*tokens.at(np.s_[:, start:stop]), carry=carry, **more)

@@ -120,8 +120,13 @@ def test_shares_of_a_read_step_do_not_matter(name, rng, host, monkeypatch):
     same_bits(*([out] for out in outs))
 
 
-def check_orders(plan, rng, host, monkeypatch, gate=None):
-    layer = plan.layer
+@pytest.mark.parametrize("kind", ["lowrank", "ridge"])
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
+def test_order_of_threads_does_not_matter(name, kind, rng, host, monkeypatch):
+    """Bitwise equal results in any order of the threads, which a missing barrier would break."""
+    layer = LAYERS[name]
+    plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, ridge=RIDGE[kind])
+    gate = named_gate(name, layer, rng)
     start = rng.standard_normal((2, *layer.state_shape)).astype(np.float32)
     tokens = tokens_to_device(make_tokens(layer, 2, 17, "bfloat16", rng, gate=gate), "bfloat16", gate)
     results = []
@@ -133,15 +138,6 @@ def check_orders(plan, rng, host, monkeypatch, gate=None):
         engine.step(tokens, host.arange(2), out)
         results.append((out, engine.state, engine.sketch))
     same_bits(*results)
-
-
-@pytest.mark.parametrize("kind", ["lowrank", "ridge"])
-@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "kda-raw"])
-def test_order_of_threads_does_not_matter(name, kind, rng, host, monkeypatch):
-    """Bitwise equal results in any order of the threads, which a missing barrier would break."""
-    layer = LAYERS[name]
-    plan = make_plan(layer, np.resize(RANKS[layer.kind], layer.heads), rng, map=kind, ridge=RIDGE[kind])
-    check_orders(plan, rng, host, monkeypatch, named_gate(name, layer, rng))
 
 
 def test_decays_that_transform_warps_leave_the_solver(rng, host, monkeypatch):

@@ -14,10 +14,10 @@ from sketchssm.reference import engines as reference
 cupy, pytestmark = fixtures.of_kernels, fixtures.cold
 
 
-def check_shadows(engine, full, slots=slice(None)):
+def check_shadows(engine, full):
     """A slot's sketches begin with the rounded states of its full-state heads."""
-    states = engine.state.get()[slots][:, full].astype(ml_dtypes.bfloat16)
-    stored = engine.sketch.get()[slots].view(np.uint8)[:, : states[0].nbytes]
+    states = engine.state.get()[:, full].astype(ml_dtypes.bfloat16)
+    stored = engine.sketch.get().view(np.uint8)[:, : states[0].nbytes]
     assert np.array_equal(stored, states.reshape(len(states), -1).view(np.uint8))
 
 

@@ -22,11 +22,11 @@ from sketchssm.study.evaluate.registry import FAMILIES, FULL_METHOD
 WINDOW = 8
 
 
-def study_of(folder, kind="gdn", *, name="a", grads=1, seed=0, method=None, **settings):
+def study_of(folder, kind="gdn", *, name="a", grads=1, **settings):
     """Evaluation of small random traces."""
-    path = write_traces(folder / f"{name}.npz", kind, test=2, grads=grads, seed=seed)
+    path = write_traces(folder / f"{name}.npz", kind, test=2, grads=grads)
     chosen = {"ranks": (1, 3), "mean_rank": 3, "every": 8} | settings
-    return Study(Traces.load(path), Settings(WINDOW, method=method), **chosen)
+    return Study(Traces.load(path), Settings(WINDOW), **chosen)
 
 
 @pytest.fixture(params=KINDS)
@@ -203,15 +203,6 @@ def test_ablations_differ_in_one_thing(tmp_path):
     assert entry_of(study, "ablation/window-4").build().plan.window == 4
 
 
-def evaluated(
-    study,
-    names=("exact", "sketch", "ablation/allocation-*"),
-    progress=lambda label: None,
-    backend="reference",
-):
-    return evaluate([study], select([study], names), backend, progress)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -232,7 +223,8 @@ def test_settings_are_checked_before_anything_is_measured(tmp_path, settings, me
 
 
 def test_files(tmp_path):
-    found = evaluated(study_of(tmp_path))
+    studies = [study_of(tmp_path)]
+    found = evaluate(studies, select(studies, ["exact", "sketch"]), "reference", lambda label: None)
     results = json.loads(found.save(tmp_path / "new" / "out", "1").read_text())
     [layer] = results["layers"]
     assert (layer["name"], layer["kind"], layer["heads"]) == ("a", "gdn", 4)

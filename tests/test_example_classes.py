@@ -25,9 +25,9 @@ def random_model(lm, kind):
     return model
 
 
-def tokens(model, rows=2, length=40):
+def tokens(model, rows=2):
     generator = torch.Generator().manual_seed(6)
-    return torch.randint(model.emb.num_embeddings, (rows, length), generator=generator)
+    return torch.randint(model.emb.num_embeddings, (rows, 40), generator=generator)
 
 
 @pytest.mark.parametrize("kind", SHIPPED)

@@ -27,10 +27,10 @@ PAIRS = [(rank, bits) for rank in (1, 4) for bits in (1, 3)]
 MAP = CoefficientMap("subspace")
 
 
-def traces(seed, layer, length=40, batch=2):
+def traces(seed, layer, length=40):
     rng = np.random.default_rng(seed)
-    tokens = tokens_of(rng, layer, batch, length)
-    return tokens, rng.standard_normal((batch, length, layer.heads, layer.value_dim))
+    tokens = tokens_of(rng, layer, 2, length)
+    return tokens, rng.standard_normal(tokens.v.shape)
 
 
 def scored(layer=SMALL, tokens=None, grad=None, basis=None, weight=None, **settings):

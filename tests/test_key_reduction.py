@@ -15,9 +15,9 @@ ROUNDING = 1e-13
 PRUNABLE = ("mamba2", "kda")
 
 
-def kahan(size, sine=0.9):
+def kahan(size):
     """Kahan's matrix, scaled so that rounding breaks no ties: pivoted QR keeps its order and misjudges its rank."""
-    cosine = np.sqrt(1 - sine**2)
+    sine, cosine = 0.9, np.sqrt(1 - 0.9**2)
     upper = np.eye(size) - cosine * np.triu(np.ones((size, size)), 1)
     return sine ** np.arange(size)[:, None] * upper * (1 - 1e-6) ** np.arange(size)
 
@@ -58,16 +58,13 @@ class TestStrongQR:
 class TestKeyReduction:
     layer = LAYERS["gdn"]
 
-    def low_rank(self, rng, rank, length=12):
-        """Tokens with keys in few directions and queries in all."""
-        tokens = tokens_of(rng, self.layer, 3, length, np.float64)
-        span = rng.standard_normal((2, self.layer.key_dim, rank))
-        k = np.einsum("hkn,bthn->bthk", span, rng.standard_normal((3, length, 2, rank)))
-        return tokens._replace(k=k / np.linalg.norm(k, axis=-1, keepdims=True))
-
     @pytest.mark.parametrize("rank", [1, 2, 3])
     def test_folding_is_exact_for_keys_of_low_rank(self, rank, rng):
-        tokens = self.low_rank(rng, rank)
+        """Keys are in few directions, and queries in all."""
+        tokens = tokens_of(rng, self.layer, 3, 12, np.float64)
+        span = rng.standard_normal((2, self.layer.key_dim, rank))
+        k = np.einsum("hkn,bthn->bthk", span, rng.standard_normal((3, 12, 2, rank)))
+        tokens = tokens._replace(k=k / np.linalg.norm(k, axis=-1, keepdims=True))
         moments = ss.KeyMoments(self.layer)
         moments.update(*tokens)
         head = ss.KeyReducedHead(moments.reduce(0.5), 3, "reference")

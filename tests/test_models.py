@@ -32,26 +32,24 @@ def each(function, x):
     return np.vectorize(function, otypes=[np.float64])(np.asarray(x, np.float64))
 
 
-def mamba2(rng, lead=(2, 3), heads=8, groups=2, K=16, V=80, dtype=np.float32):
-    def normal(*shape):
-        return rng.standard_normal(shape).astype(dtype)
+K, V = 16, 80
 
-    return {
-        "x": normal(*lead, heads, V), "dt": normal(*lead, heads), "A_log": normal(heads),
-        "B": normal(*lead, groups, K), "C": normal(*lead, groups, K), "dt_bias": normal(heads),
+
+def mamba2(rng, lead=(2, 3), heads=8, groups=2, dtype=np.float32):
+    shapes = {
+        "x": (*lead, heads, V), "dt": (*lead, heads), "A_log": (heads,),
+        "B": (*lead, groups, K), "C": (*lead, groups, K), "dt_bias": (heads,),
     }  # fmt: skip
+    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
 
 
-def delta(rng, kind, lead=(2, 3), heads=4, key_heads=2, K=16, V=80, dtype=np.float32):
-    def normal(*shape):
-        return rng.standard_normal(shape).astype(dtype)
-
+def delta(rng, kind, lead=(2, 3), heads=4, key_heads=2, dtype=np.float32):
     channels = (K,) if kind == "kda" else ()
-    return {
-        "q": normal(*lead, key_heads, K), "k": normal(*lead, key_heads, K), "v": normal(*lead, heads, V),
-        "a": normal(*lead, heads, *channels), "b": normal(*lead, heads), "A_log": normal(heads),
-        "dt_bias": normal(heads, *channels),
+    shapes = {
+        "q": (*lead, key_heads, K), "k": (*lead, key_heads, K), "v": (*lead, heads, V),
+        "a": (*lead, heads, *channels), "b": (*lead, heads), "A_log": (heads,), "dt_bias": (heads, *channels),
     }  # fmt: skip
+    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
 
 
 CONVERTERS = {"mamba2": mamba2_inputs, "gdn": gdn_inputs, "kda": kda_inputs}

@@ -24,10 +24,10 @@ def rotation(rng, rows, columns):
     return np.linalg.qr(rng.standard_normal((rows, columns)))[0]
 
 
-def state_of(rng, key_dim, value_dim, rank=None, fall=0.6):
+def state_of(rng, key_dim, value_dim, rank=None):
     """A state ``(K, V)`` with falling singular values, of full rank or of the one given."""
     full = min(key_dim, value_dim)
-    values = fall ** np.arange(full)
+    values = 0.6 ** np.arange(full)
     values[full if rank is None else rank :] = 0
     left, right = rotation(rng, key_dim, full), rotation(rng, value_dim, full)
     return (left * values) @ right.T * rng.uniform(0.1, 10)

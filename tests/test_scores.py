@@ -27,8 +27,8 @@ def scores_of(layer, rank_max=4, seed=0):
     return ss.RankScores(SketchBasis.random(layer, rank_max, seed, window=W))
 
 
-def traces_of(rng, layer, batch, length, harsh=False):
-    tokens = tokens_of(rng, layer, batch, length, np.float64, harsh)
+def traces_of(rng, layer, batch, length):
+    tokens = tokens_of(rng, layer, batch, length, np.float64)
     return tokens, rng.standard_normal(tokens.v.shape)
 
 

@@ -41,15 +41,20 @@ def tensors_of(tokens):
     return [None if x is None else torch.from_numpy(x) for x in tokens]
 
 
-def compiled(function, backend="aot_eager"):
-    """The function in one graph, as the compiler's own passes make it, and a list of one entry a compilation."""
-    made = []
+def keeping(made):
+    """A compiler that keeps the graphs in a list, and runs what PyTorch's own passes make of them."""
 
     def keep(graph, examples):
         made.append(graph)
-        return torch._dynamo.lookup_backend(backend)(graph, examples)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, examples)
 
-    return torch.compile(function, fullgraph=True, backend=keep), made
+    return keep
+
+
+def compiled(function):
+    """The function in one graph, and a list of one entry a compilation."""
+    made = []
+    return torch.compile(function, fullgraph=True, backend=keeping(made)), made
 
 
 def test_eager(make, layer, backend, rng):

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 from samples import fingerprints
+from test_torch_ops import keeping
 from tiny_models import TOLERANCE, assert_same, forward, generate, make, prompt, st, torch, transformers
 
 
@@ -17,16 +18,6 @@ def model(request):
     return make(request.param)
 
 
-def backend(made):
-    """A compiler that keeps the graphs in a list, and runs what PyTorch's own passes make of them."""
-
-    def keep(graph, examples):
-        made.append(graph)
-        return torch._dynamo.lookup_backend("aot_eager")(graph, examples)
-
-    return keep
-
-
 def operators(graph):
     return [node.target for node in graph.graph.nodes if str(node.target).startswith("sketchssm")]
 
@@ -37,7 +28,7 @@ def test_generate(model):
     prompts = [prompt(seed=seed) for seed in (1, 2)]
     want = [generate(model, ids, disable_compile=True, **settings) for ids in prompts]
     made = []
-    compiled = transformers.CompileConfig(backend=backend(made), mode=None, fullgraph=True)
+    compiled = transformers.CompileConfig(backend=keeping(made), mode=None, fullgraph=True)
     compiled._compile_all_devices = True  # transformers compiles on accelerators only
     with st.patch(model, "replay", slots=4, window=4, backend="reference") as patch:
         for ids, expected in zip(prompts, want, strict=True):
@@ -66,7 +57,7 @@ def test_caches_share_graphs(name, static):
     want = logits(model, forward(model, prompt(), static(model))[1])
     made = []
     with st.patch(model, "standard", backend="reference"):
-        step = torch.compile(model, fullgraph=True, backend=backend(made))
+        step = torch.compile(model, fullgraph=True, backend=keeping(made))
         caches = [forward(model, prompt(), static(model))[1] for _ in range(2)]
         for cache in caches:
             torch.testing.assert_close(logits(step, cache), want, **TOLERANCE)

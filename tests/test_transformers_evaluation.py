@@ -18,12 +18,12 @@ def text(rows=2, length=15):
     return prompt(rows, length, seed=8)
 
 
-def random_plans(model, rank=1):
-    """Plans with random bases, whose errors are large."""
+def random_plans(model):
+    """Plans of rank 1 with random bases, whose errors are large."""
     plans = {}
     for name, x in st.layers(model).items():
         basis = ss.SketchBasis.random(x.layer, 4, window=WINDOW)
-        plans[name] = ss.SketchPlan(basis, [rank] * x.layer.heads)
+        plans[name] = ss.SketchPlan(basis, [1] * x.layer.heads)
     return plans
 
 

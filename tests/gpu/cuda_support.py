@@ -145,10 +145,10 @@ def separable_states(plan, slots, rng):
     return states.astype(np.float32)
 
 
-def slot_table(batch, slots, tokens, rng, *, padding=0.2):
+def slot_table(batch, slots, tokens, rng):
     """Random distinct slots of each row at each token, some of them padding."""
     table = np.stack([rng.permutation(slots)[:batch] for _ in range(tokens)])
-    table[rng.uniform(size=table.shape) < padding] = -1
+    table[rng.uniform(size=table.shape) < 0.2] = -1
     return table.astype(np.int64)
 
 

@@ -35,12 +35,12 @@ def pair(request, rng):
     return layer, ss.torch.DecodeLayer(head), twin
 
 
-def token_of(layer, batch, slots=None):
+def token_of(layer, batch):
     """Inputs of one token of each row, and the rows' slots."""
     made = [torch.randn(batch, *shape, device="cuda") for shape in layer.token_shapes().values()]
     q, k, v = (torch.nn.functional.normalize(x, dim=-1).bfloat16() for x in made[:3])
     gates = [-made[3].square() / 50, *(x.sigmoid() for x in made[4:])]
-    slots = torch.randperm(SLOTS, device="cuda")[:batch] if slots is None else slots
+    slots = torch.randperm(SLOTS, device="cuda")[:batch]
     return [q, k, v, *gates, *([None] if len(gates) == 1 else [])], slots
 
 

@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 import numpy as np
+from decode_systems import head_of
 from samples import LAYERS, plan_of
 
-import sketchssm as ss
 from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import FULL_STATE, Layer
 from soak.devices import Device
@@ -90,7 +90,7 @@ def plan_for(layer, case):
 def server(backend, case, requests, seed, slots=64, mean_length=12.0, graphs=False):
     """A server of one case; with graphs, its steps on a device are captured once and replayed."""
     layer: Layer = (DEVICE_LAYERS if backend == "cuda" else LAYERS)[case.kind]
-    plan = plan_for(layer, case) if case.system == "sketch" else None
+    plan = plan_for(layer, case)
     settings = {"pad_slot": case.pad_slot}
     if backend == "cuda":
         settings |= {"activation_dtype": "bfloat16", "output_dtype": "float32"}
@@ -99,11 +99,7 @@ def server(backend, case, requests, seed, slots=64, mean_length=12.0, graphs=Fal
 
     def make(slots, memory):
         own = settings if memory is None else settings | {"memory": memory}
-        if case.system == "standard":
-            return ss.StandardHead(layer, slots, backend, **own)
-        if case.system == "replay":
-            return ss.ReplayHead(layer, slots, backend, window=WINDOW, **own)
-        return ss.SketchHead(plan, slots, backend, **own)
+        return head_of(case.system, plan, slots, backend, **own)
 
     place = Device(make, slots, graphs) if backend == "cuda" else Host(make, slots)
     exact, sketched = TOLERANCE[backend]
@@ -118,4 +114,5 @@ def server(backend, case, requests, seed, slots=64, mean_length=12.0, graphs=Fal
         usual = max(usual, own)
     full = ROUNDED if shadows and backend != "reference" else exact
     allowed = exact, full, sketched, usual
-    return Server(place, layer, requests, seed, allowed, plan, case.phase, mean_length, case.state_dtype)
+    sketches = plan if case.system == "sketch" else None
+    return Server(place, layer, requests, seed, allowed, sketches, case.phase, mean_length, case.state_dtype)
