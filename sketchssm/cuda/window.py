@@ -73,13 +73,13 @@ class WindowEngine(DeviceEngine):
         if self._options.tolerance is not None:
             monitor["TOLERANCE"] = 1  # the number is an argument, as each layer may have its own
         read, flush = constants | monitor | {"PACE": pace}, constants | monitor | {"BLOCKS": blocks}
-        if not packed.adapts:
-            return [Variant("read", read), Variant("flush", flush)]
-        flush["MAP"] = MAPS["subspace"]
-        if raw_keys:
-            return [Variant("read", read), Variant("flush", flush)]
-        flush.pop("RESIDUAL", None)
-        return [Variant("read", read), Variant("flush", flush), Variant("encode", constants)]
+        encode = []
+        if packed.adapts:
+            flush["MAP"] = MAPS["subspace"]
+            if not raw_keys:
+                flush.pop("RESIDUAL", None)
+                encode = [Variant("encode", constants)]
+        return [Variant("read", read), Variant("flush", flush), *encode]
 
     def fit(self) -> None:
         """Refuse a device that is too small."""
