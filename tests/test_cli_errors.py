@@ -26,6 +26,7 @@ plan --error 1 --out out | TRACES: expected trace files
 plan good.npz --microseconds 1 --out out | expected --time-on
 plan good.npz --error 1 --out out --maps ridge --reductions 8 | --reductions: has no effect without the map subspace
 plan good.npz --error 1 --out out --maps subspace --mean-ranks 4 | --mean-ranks: has no effect with the map subspace
+plan good.npz --error 1 --out out --mean-ranks 4 | --mean-ranks: has no effect with the map subspace
 demo --method perturbation | --method: expected perturbation with --model or --from only
 plan good.npz --error 1 --out out --maps ridge:x | '--maps': expected a number after ridge:, got 'x'
 bench --seconds inf | '--seconds': expected a finite number, got 'inf'

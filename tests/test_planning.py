@@ -165,8 +165,8 @@ def test_candidates():
     assert len(set(listed)) == len(listed)
     assert {(c.sketch_dtype, c.window) for c in listed} == {(f, w) for f in ("bfloat16", "int8") for w in (16, 32)}
     refused("maps: expected at least one, got none", candidates, maps=())
-    assert {c.residual_bits for c in listed if c.map.name == "subspace"} == {(1, 2, 3)}
-    assert not any(c.residual_bits for c in listed if c.map.name != "subspace")
+    assert {(c.map.name, c.residual_bits) for c in listed} == {("subspace", (1, 2, 3))}
+    assert not any(c.residual_bits for c in candidates(("ridge", "lowrank")))
     assert str(JOINT) == "subspace, int8, window 8, residuals of 1/3 bits"
     refused("sketch_dtype: expected one of", candidates, sketch_dtypes=("int7",))
     refused("residual_bits: expected numbers from 1 to 3, got 0", Candidate, "subspace", residual_bits=(0, 1))

@@ -36,7 +36,7 @@ def _map(text: str) -> CoefficientMap:
     "--maps",
     type=Commas("map,map,...", _map),
     help="Coefficient maps, with their ridge after a colon if it is not the default: ridge:0.01,lowrank.  "
-    "[default: ridge,lowrank,subspace]; subspace has residuals of 1 to 3 bits.",
+    "[default: subspace], which has residuals of 1 to 3 bits.",
 )
 @click.option(
     "--sketch-dtypes",
@@ -89,7 +89,7 @@ def command(
     names = {each.name for each in maps or ()}
     if maps and "subspace" not in names:
         options.refuse("without the map subspace", ("reductions",))
-    if names == {"subspace"}:
+    if names <= {"subspace"}:
         options.refuse("with the map subspace alone", ("mean_ranks",))
     from sketchssm.calibrate.traces import Traces
     from sketchssm.cli.output import Output, plan_paths, save_plans

@@ -14,7 +14,7 @@ from sketchssm.layer.formats import SketchFormat
 from sketchssm.layer.recurrence import check_window
 from sketchssm.layer.residual import STEPS
 
-MAPS = CoefficientMap("ridge"), CoefficientMap("lowrank"), CoefficientMap(MAP)
+MAPS = (CoefficientMap(MAP),)
 SKETCH_DTYPES = ("bfloat16", "int8")
 WINDOWS = (16, 32)
 
@@ -71,8 +71,9 @@ def candidates(
     Parameters
     ----------
     maps : iterable of CoefficientMap or str
-        Coefficient maps; a name stands for the map with its default parameters. Default: all three. `subspace` has
-        residuals of 1 to 3 bits.
+        Coefficient maps; a name stands for the map with its default parameters. Default: `subspace`, which has
+        residuals of 1 to 3 bits. Sketches of the others, `ridge` and `lowrank`, have none: they forget what a model
+        remembers in its states alone, which an error of outputs does not show.
     sketch_dtypes : sequence of str, default ("bfloat16", "int8")
         Formats.
     windows : sequence of int, default (16, 32)
