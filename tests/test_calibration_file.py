@@ -72,6 +72,10 @@ def test_plans_are_those_of_the_scores(made, calibration):
     assert {bits for plan in two.values() for bits in plan.residual_bits[plan.ranks != ss.FULL_STATE]} == {2}
     uniform = calibration.plans(mean_rank=2, residual_bits=2, method="uniform")
     assert all((plan.ranks == 2).all() for plan in uniform.values())
+    assert two.reduction >= uniform.reduction * (1 - 1e-9)  # the budget of a mean rank
+    whole = calibration.plans(reduction=1.0)
+    assert all((plan.ranks == ss.FULL_STATE).all() for plan in whole.values())
+    assert (whole.allocation.mean_rank, set(whole.allocation.retained.values())) == (0, {1.0})
 
 
 def test_a_file_gives_the_same_plans(calibration, tmp_path):

@@ -303,19 +303,10 @@ def test_plans_with_residuals(qwen, asked):
 
 
 def test_bits_that_are_given(qwen):
-    """The budget of a mean rank, spent on ranks; "uniform" gives every head this rank."""
+    """The method "uniform" gives every head the rank, too."""
     even = st.calibrate(qwen, text(), mean_rank=2, residual_bits=2, method="uniform", window=WINDOW)
     assert all((plan.ranks == 2).all() and (plan.residual_bits == 2).all() for plan in even.values())
     assert even.allocation.method == "uniform"
-    plans = st.calibrate(qwen, text(), mean_rank=2, residual_bits=2, window=WINDOW)
-    assert plans.allocation.method == "joint"
-    assert plans.reduction >= even.reduction * (1 - 1e-9)
-    assert {bits for plan in plans.values() for bits in plan.residual_bits[plan.ranks != ss.FULL_STATE]} == {2}
-    whole = st.calibrate(qwen, text(), reduction=1.0, window=WINDOW)
-    assert all((plan.ranks == ss.FULL_STATE).all() for plan in whole.values())
-    assert (whole.allocation.mean_rank, set(whole.allocation.retained.values())) == (0, {1.0})
-    blind = st.calibrate(qwen, text(), reduction=2.7, method="error", window=WINDOW)
-    assert blind.allocation.method == "joint-error"
 
 
 MARKS = torch.ones((1, 16), dtype=torch.bool)
@@ -368,21 +359,18 @@ def test_sums_stay_on_the_models_device(monkeypatch):
     assert got.allocation.retained == pytest.approx(want.allocation.retained, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("place", "method"), [("host", "error"), ("host", "gradient"), ("disk", "gradient"), ("compiled", "gradient")]
-)
+@pytest.mark.parametrize(("place", "method"), [("host", "error"), ("host", "gradient"), ("disk", "gradient")])
 def test_models_as_people_load_them(place, method, tmp_path):
-    """Parameters that accelerate keeps elsewhere, and a compiled model: the same plans and fingerprint."""
+    """Of parameters that accelerate keeps elsewhere: the same plans and fingerprint."""
     accelerate = pytest.importorskip("accelerate")
     model, settings = make("Qwen3Next"), {"window": WINDOW, "mean_rank": 3, "method": method}
     want = st.calibrate(model, text(), **settings)
     load = {
         "host": lambda model: accelerate.cpu_offload(model, execution_device="cpu"),
         "disk": lambda model: accelerate.disk_offload(model, tmp_path, execution_device="cpu"),
-        "compiled": lambda model: torch.compile(model, backend="eager"),
     }
     loaded = load[place](make("Qwen3Next"))
-    assert next(loaded.parameters()).is_meta == (place != "compiled")
+    assert next(loaded.parameters()).is_meta
     got = st.calibrate(loaded, text(), **settings)
     assert got.fingerprint == want.fingerprint
     assert fingerprints(got) == fingerprints(want)
