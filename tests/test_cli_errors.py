@@ -15,7 +15,7 @@ from sketchssm.cli import main
 ERRORS = """
 calibrate none.npz --out out | does not exist
 calibrate broken.npz --out out | expected an npz archive
-plan good.npz silent.npz --error 1 --out new | silent: moments:
+plan good.npz silent.npz --error 1 --out new --reductions 3 | silent: moments:
 evaluate other.npz narrow.npz --window 8 --systems ablation/full-method --mean-rank 5 | narrow: mean_rank: expected 1
 calibrate plain.npz --out out --mean-rank 2 --method gradient | method: expected 'uniform' or 'error'
 calibrate good.npz other.npz --out new.safetensors | --out: expected a folder for 2 trace files, got the file new.saf
