@@ -186,14 +186,15 @@ def test_an_update_waits_for_its_device_twice(kind, name, torch, monkeypatch, rn
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("kind", ("mamba2", "gdn"))
 def test_pytorch_sees_no_wait(kind, torch, rng):
     layer = ss.Layer(kind, 4, 32, 24, 2)
     there = [None if x is None else torch.from_numpy(x).cuda() for x in tokens_of(rng, layer, 2, 60)]
     carry, sums = Carry(torch.zeros(2, *layer.state_shape, device="cuda")), several(layer)
     add_to_all(sums, there, carry)  # compiles and uploads
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         add_to_all(sums, there, carry)
     finally:
         torch.cuda.set_sync_debug_mode("default")
