@@ -9,7 +9,8 @@ from gpu.cuda_support import EXACT, ROUNDED, STORED
 from host import fixtures
 from host.heads import LAYER
 from samples import refused
-from test_bench import WINDOW, invoke, result
+from test_bench import WINDOW, result
+from test_cli import invoke
 
 from sketchssm.calibrate.plans import Settings
 from sketchssm.calibrate.traces import Traces
@@ -28,9 +29,9 @@ class TestDevice:
     @pytest.mark.parametrize("kind", ["gdn", "kda"])
     def test_command(self, kind, cupy, monkeypatch, tmp_path):
         """All systems, windows whose cursors advance from graph to graph, several sets of slots."""
-        layer, chosen = LAYER, ["--shape", "all", "--batch", 2, "--peers"]
+        layer, chosen = LAYER, ["bench", "--shape", "all", "--batch", 2, "--peers"]
         if kind == "kda":
-            layer, chosen = Layer("kda", 2, 64, 64, 2), ["--shape", "tiny", "--batch", "2,3", "--raw-gate"]
+            layer, chosen = Layer("kda", 2, 64, 64, 2), ["bench", "--shape", "tiny", "--batch", "2,3", "--raw-gate"]
         monkeypatch.setattr(bench, "SHAPES", {"tiny": layer, "wide": Layer("mamba2", 32, 80, 64, 1)})
         monkeypatch.setattr(bench, "MEAN_RANKS", {"tiny": 5, "wide": 5})
         monkeypatch.setattr(cases, "device_bandwidth", lambda: 1e12)
@@ -73,8 +74,8 @@ class TestDevice:
 
         monkeypatch.setattr(cases, "measure_device", measured)
         file = tmp_path / "out.json"
-        pace = ["--seconds", 0.2, "--duty", 0.5]
-        printed = invoke("--shape", "tiny", "--batch", 2, "--window", WINDOW, *pace, "--json", file).output
+        options = ["--shape", "tiny", "--batch", 2, "--window", WINDOW, "--seconds", 0.2, "--duty", 0.5]
+        printed = invoke("bench", *options, "--json", file).output
         assert "worked for 50% of the time" in printed
         assert "tiny, batch 2: replay was not timed: Out of memory" in printed
         assert "replay" not in {r["system"] for r in json.loads(file.read_text())["results"]}
