@@ -65,7 +65,7 @@ def test_a_calibration_is_recorded_and_served(folder):
     settings = {"plans": f"record:{path}", "share": 1}
     result, log = serve(folder, json.dumps(settings), {})
     assert "sketchssm: standard heads" in log
-    told = f"wrote {path}: bases of 1280 tokens (65536 asked), scores of 256 (8192), 0 chunks skipped"
+    told = f"wrote {path}: bases of 2048 tokens (65536 asked), scores of 256 (8192), 0 chunks skipped"
     assert told in " ".join(log.split())
     assert result["rms"] < 1e-5
     assert result["prefix_cache_hits"] > 0

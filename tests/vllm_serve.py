@@ -65,17 +65,18 @@ ROWS = [np.random.default_rng(i).integers(0, 500, size=256 if i < 4 else 128).to
 
 
 def record(llm, folder):
-    """Serve rows, of which the first four decode 64 tokens more, until the engine has written a calibration. The first
-    four are enough for the bases, as a file is touched.
+    """Serve rows, of which the first four decode as many tokens as a row is followed, until the engine has written a
+    calibration. The first four are enough for the bases, as a file is touched.
     """
     import vllm_agreement
     from transformers import AutoModelForCausalLM
 
+    from sketchssm.serving.following import STEPS
     from sketchssm.transformers import collect
 
     tokens = []
     for i, row in enumerate(ROWS):
-        served = vllm_agreement.serve(llm.llm_engine, [(row, 65 if i < 4 else 1)], 1)
+        served = vllm_agreement.serve(llm.llm_engine, [(row, STEPS + 1 if i < 4 else 1)], 1)
         tokens.append(np.array(row + served[0][0][:-1]))
         if i == 3:
             vllm_agreement.serve(llm.llm_engine, [([1], 4)], 1)
