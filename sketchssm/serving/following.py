@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 ROWS, STEPS = 4, 256
-"""Rows that are followed at once, and tokens of each."""
+"""Rows that are followed at once, and tokens of each: adding 1024 tokens takes hardly longer than adding 100."""
 
 
 class Followed:
