@@ -114,20 +114,6 @@ def test_prompts_hold_their_needles(lm):
         assert row[:4].tolist() == encode(lm["prompts"].WORDING.preamble)[:4]
 
 
-def test_questions_have_distances_in_turn(lm):
-    """Without distances they are the prompts of one call, anywhere in the text."""
-    text = np.zeros(4000, dtype=np.uint16)
-    given = ["--model", "m", "--tokens", "t", "--questions", "3", "--length", "256"]
-    anywhere, apart = (
-        lm["prompts"].questions(lm["evaluate"].arguments(options), text, encode, np.random.default_rng(3))
-        for options in (given, [*given, "--question-distance", "250", "400"])
-    )
-    together = lm["prompts"].needle_prompts(text, encode, 3, 256, np.random.default_rng(3))
-    for row, prompt in zip(together.ids, anywhere, strict=True):
-        assert prompt.distance is None and np.array_equal(np.trim_zeros(row, "b"), np.trim_zeros(prompt.ids[0], "b"))
-    assert [(prompt.distance, prompt.question) for prompt in apart] == [(250, 375), (400, 600), (250, 375)]
-
-
 def test_rows_are_disjoint_and_seeded(lm):
     rows = [lm["prompts"].text_rows(np.arange(1000), 6, 150, np.random.default_rng(2)) for _ in range(2)]
     assert np.array_equal(*rows)

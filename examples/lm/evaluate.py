@@ -293,7 +293,6 @@ def common_options(description):
     add("--tokens", type=Path, required=True, help="folder of calib.npy, test.npy and tokenizer.json")
     add("--reductions", nargs="+", type=float, default=(10, 9), help="less traffic of jointly allocated residuals")
     add("--questions", type=int, default=16, help="needle prompts of calibration text that score them")
-    add("--question-distance", nargs="+", type=int, help="tokens from their facts to them, in turn (default: any)")
     add("--window", type=int, default=16, help="tokens from one flush to the next")
     add("--rank-max", type=int, help="largest rank of a head (default: 16, the most on CUDA)")
     add("--calib-rows", type=int, default=9, help="rows of calibration text")

@@ -1,7 +1,5 @@
 """Test text cut into rows, and the wording of the needle prompts that the small models were trained with."""
 
-from itertools import cycle, islice
-
 import numpy as np
 
 from sketchssm.study.tasks import Form, Wording, make_prompts
@@ -50,16 +48,15 @@ def text_rows(text, rows, length, rng):
     return text[: blocks * length].reshape(blocks, length)[chosen].astype(np.int64)
 
 
-def needle_prompts(text, encode, prompts, length, rng, facts=NEEDLES, distance=None):
-    """Prompts that ask for one of several needles, anywhere in `length` tokens or `distance` before the question."""
-    settings = {"length": length - ROOM, "distance": distance, "facts": facts, "wording": WORDING}
+def needle_prompts(text, encode, prompts, length, rng, facts=NEEDLES):
+    """Prompts that ask for one of several needles anywhere in `length` tokens."""
+    settings = {"length": length - ROOM, "facts": facts, "wording": WORDING}
     return make_prompts("keys", text, encode, prompts, rng, **settings)
 
 
 def questions(options, text, encode, rng):
-    """Needle prompts that score joint plans, one by one, at the distances of the options in turn."""
-    distances = islice(cycle(options.question_distance or (None,)), options.questions)
-    return [needle_prompts(text, encode, 1, options.length, rng, distance=each) for each in distances]
+    """Needle prompts that score joint plans, one by one."""
+    return [needle_prompts(text, encode, 1, options.length, rng) for _ in range(options.questions)]
 
 
 def mixed_rows(rows, text, encode, rng):
