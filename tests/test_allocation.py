@@ -269,9 +269,9 @@ def test_scores_that_are_no_sums_of_squares(name, wrong, rng):
 @pytest.mark.parametrize(
     ("given", "budget"),
     [
-        *(({}, (7, 10)), ({"reduction": 9}, (7, 9)), ({"mean_rank": 4}, (4, None))),
-        *(({"map": "ridge"}, (7, None)), ({"map": "subspace"}, (7, 10))),
-        *(({"method": "uniform"}, (7, None)), ({"method": "error"}, (7, 10))),
+        *(({}, (7, 9)), ({"asked": True}, (7, 10)), ({"reduction": 8}, (7, 8)), ({"mean_rank": 4}, (4, None))),
+        *(({"map": "ridge"}, (7, None)), ({"map": "subspace"}, (7, 9))),
+        *(({"method": "uniform"}, (7, None)), ({"method": "error"}, (7, 9))),
     ],
 )
 def test_a_budget_has_residuals_unless_other_settings_exclude_them(given, budget):

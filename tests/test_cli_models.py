@@ -204,6 +204,9 @@ def test_questions_about_the_text(folder, tmp_path, monkeypatch):
         {"reduction": None, "mean-rank": 3},
     ):
         assert not asks(**changed)
+    for number in (0, 2):  # the default is too much for so small heads
+        arguments = ["--text", text, "--length", 160, "--questions", number]
+        assert f"got {10 if number else 9}" in invoke(*command, *arguments, code=2).stderr
     monkeypatch.setattr(cli_calibrate, "ROOM", 24)
     assert not asks(length=24)  # no room for the facts
 

@@ -195,7 +195,10 @@ def test_without_questions_the_isotropic_error_counts():
     text = filled([NEEDY, EASY, EASY], [EASY, EASY, NEEDY])
     assert ss.allocate_joint(text, 9.7).residual_bits.tolist() == [3, 1, 3]
     # with questions the isotropic error does not
-    assert ss.allocate_joint(text, 9.7, filled([EASY, NEEDY, EASY])).residual_bits.tolist() == [3, 3, 1]
+    asked = filled([EASY, NEEDY, EASY])
+    assert ss.allocate_joint(text, 9.7, asked).residual_bits.tolist() == [3, 3, 1]
+    assert ss.allocate_joint(text).budget == ss.allocate_joint(text, 9).budget
+    assert ss.allocate_joint(text, answers=asked).budget == ss.allocate_joint(text, 10).budget
 
 
 def test_without_gradients_errors_count():

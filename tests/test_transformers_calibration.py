@@ -315,7 +315,8 @@ MARKS = torch.ones((1, 16), dtype=torch.bool)
 @pytest.mark.parametrize(
     ("settings", "message"),
     (
-        ({"reduction": 50}, r"reduction: expected at most "),
+        ({}, r"reduction: expected at most .*, got 9"),
+        ({"prompts": prompt(1, 16), "answers": MARKS}, r"reduction: expected at most .*, got 10"),
         ({"reduction": 2.7, "map": "ridge"}, r"map: expected 'subspace' with residuals, got 'ridge'"),
         ({"reduction": 2.7, "method": "loss"}, r"method: expected one of gradient, "),
         ({"reduction": 2.7, "method": "uniform"}, r"reduction: expected None with the method 'uniform'"),

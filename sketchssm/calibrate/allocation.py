@@ -184,18 +184,30 @@ def allocate_ranks(
     return Allocation(chosen, objective, bound, budget, spent, method, cost.form.name, residual_bits)
 
 
+def default_reduction(asked: bool) -> float:
+    """Traffic reduction of plans with residuals: 10 if the calibration has asked questions, else 9.
+
+    A small mamba2 model without attention lost 27% of its answers without questions at 10, and 7% at 9.
+    """
+    return 10.0 if asked else 9.0
+
+
 def budget_of(
-    mean_rank: Any, reduction: Any, map: str | CoefficientMap | None = None, method: str | None = None
+    mean_rank: Any,
+    reduction: Any,
+    map: str | CoefficientMap | None = None,
+    method: str | None = None,
+    asked: bool = False,
 ) -> tuple[float, float | None]:
     """Check a budget: a mean rank, or a reduction of traffic, which asks for residuals.
 
-    The default is a reduction of 10, or mean rank 7 where the map or the method is of pure sketches.
+    The default is that of `default_reduction`, or mean rank 7 where the map or the method is of pure sketches.
     """
     if None not in (mean_rank, reduction):
         raise ValueError(f"mean_rank: expected none beside a reduction, got {mean_rank!r}")
     pure = method == "uniform" or (map is not None and CoefficientMap.of(map).name != "subspace")
     if mean_rank is None and reduction is None and not pure:
-        reduction = 10.0
+        reduction = default_reduction(asked)
     rank = 7.0 if mean_rank is None else mean_rank
     check_mean_rank(rank)
     return float(rank), reduction

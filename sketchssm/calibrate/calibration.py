@@ -170,7 +170,7 @@ class Calibration(Stored):
             with a `map` or a `method` that has no residuals.
         reduction : float, optional
             Budget of plans with residuals, in place of `mean_rank`: how many times less state traffic than standard
-            decode. Default: 10.
+            decode. Default: 10 with scores of answers, else 9.
         map : CoefficientMap or str, optional
             Coefficient map. Default: "subspace" with residuals, else "ridge".
         sketch_dtype : {"float32", "bfloat16", "int8"}, optional
@@ -277,14 +277,13 @@ def make_plans(
     layers = calibration.layers
     if any(own.joint is None for own in layers.values()) and (mean_rank, reduction, residual_bits) == (None, None, 0):
         map = map or DEFAULT_MAP
-    mean_rank, reduction = budget_of(mean_rank, reduction, map, method)
+    asked = method != "error" and all(own.answers is not None for own in layers.values())
+    mean_rank, reduction = budget_of(mean_rank, reduction, map, method, asked)
     chosen, form, bits = residual_settings(map, sketch_dtype, residual_bits, method, reduction)
     bases: Any = [own.basis for own in layers.values()]
     if bits and method != "uniform":
         joint = _joint_scores(calibration, "joint", bits, method, form, rank_max)
-        answers = None
-        if all(own.answers is not None for own in layers.values()) and method != "error":
-            answers = _joint_scores(calibration, "answers", bits, method, form, rank_max)
+        answers = _joint_scores(calibration, "answers", bits, method, form, rank_max) if asked else None
         shapes = [basis.layer for basis in bases]
         budget = reduction or reduction_of(shapes, bases[0].window, mean_rank, form, residual_bits)
         planned, allocation = joint_plans(bases, joint, budget, answers)

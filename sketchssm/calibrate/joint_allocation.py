@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from sketchssm.calibrate.allocation import Allocation, Traffic
+from sketchssm.calibrate.allocation import Allocation, Traffic, default_reduction
 from sketchssm.calibrate.joint_scores import SUMS, JointScores
 from sketchssm.calibrate.knapsack import Actions
 from sketchssm.calibrate.sums import common_weighting
@@ -29,7 +29,7 @@ MAP = "subspace"
 
 def allocate_joint(
     scores: JointScores | Sequence[JointScores],
-    reduction: float = 10.0,
+    reduction: float | None = None,
     answers: JointScores | Sequence[JointScores] | None = None,
 ) -> Allocation:
     """Allocate a rank and the bits of a residual to every head, within one budget of traffic.
@@ -41,8 +41,9 @@ def allocate_joint(
     ----------
     scores : JointScores or sequence of them
         Scores on text, of one layer or of several layers that share the budget.
-    reduction : float, default 10
-        Budget: how many times less state traffic than standard decode, of all layers together.
+    reduction : float, optional
+        Budget: how many times less state traffic than standard decode, of all layers together. Default: 10 with
+        `answers`, else 9.
     answers : JointScores or sequence of them, optional
         Scores of the same layers on prompts with questions, with gradients of the loss of the answers alone. Without
         them the second task is the isotropic error of the states on the text.
@@ -61,6 +62,8 @@ def allocate_joint(
     """
     single = isinstance(scores, JointScores)
     layers = _checked("scores", scores)
+    if reduction is None:
+        reduction = default_reduction(answers is not None)
     check_number("reduction", reduction, "a finite number above 0", lambda number: 0 < number < np.inf)
     weighting = common_weighting(layers)
     tasks = [_task("scores", layers, "error" if weighting == "error" else "paired")]

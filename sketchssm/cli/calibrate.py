@@ -40,7 +40,8 @@ ROOM = 512
     "--reduction",
     type=POSITIVE,
     help="Budget of plans with residuals: how many times less traffic than standard decode. Each head gets a rank and "
-    "1 to 3 bits, or those of --residual-bits.  [default: 10; --mean-rank 7 for other maps and some methods]",
+    "1 to 3 bits, or those of --residual-bits.  [default: 10 with questions, else 9; for other maps and some methods "
+    "--mean-rank 7]",
 )
 @click.option("--sample", type=NUMBERS, help="For --model: tokens for bases and tokens for ranks, instead of --rows.")
 @click.option(
@@ -91,8 +92,8 @@ def command(
 
     if reduction is not None:
         options.refuse("with --reduction", ("mean_rank",))
-    rank, reduction = budget_of(mean_rank, reduction, settings.map, settings.method)
-    mean_rank = rank if reduction is None else None
+    rank, least = budget_of(mean_rank, reduction, settings.map, settings.method)
+    mean_rank = rank if least is None else None
     if calibration is None:
         options.refuse("without --from", ("microseconds",))
     if microseconds is None:
@@ -112,7 +113,7 @@ def command(
         options.refuse("without --model", ("keep", "imported", "sample", "resume", "questions"))
         files = plan_paths(traces, out)
         options.check_files({"TRACES": traces}, out=files, json=json_file)
-        _from_traces(traces, files, settings, Output(json_file), **budget)
+        _from_traces(traces, files, settings, Output(json_file), **budget | {"reduction": least})
         return
     path = Path(out)
     options.check_files(
@@ -123,7 +124,7 @@ def command(
         options.refuse("with --import", ignored)
         if mean_rank is None:
             raise click.UsageError("--mean-rank: expected a mean rank with --import, whose scores have no residuals")
-    if not keep and reduction is None and not settings.residual_bits:
+    if not keep and least is None and not settings.residual_bits:
         options.refuse("without residuals", ("questions",))
     if settings.method not in (None, "gradient"):
         options.refuse(f"with --method {settings.method}", ("questions",))
@@ -190,6 +191,7 @@ def _of_model(
     **budget: Any,
 ) -> None:
     """Make one file with the plans of a model, and a file of its calibration to keep."""
+    from sketchssm.calibrate.allocation import budget_of
     from sketchssm.calibrate.plans import check_settings
     from sketchssm.transformers import calibrate, collect, import_calibration, layers
     from sketchssm.transformers.calibration import progress_steps
@@ -200,13 +202,17 @@ def _of_model(
     else:
         with output.progress("loading the model", 1):
             model, rows = source.load(least=2 if run["sample"] is None else source.rows)
-        _, form, bits = check_settings([x.layer for x in layers(model).values()], **chosen)
-        if (bits or keep) and settings.method in (None, "gradient"):
+        given = budget["mean_rank"], budget["reduction"], settings.map, settings.method
+        residuals = settings.residual_bits or budget_of(*given)[1] is not None
+        if (residuals or keep) and settings.method in (None, "gradient"):
             asked = _questions(source, model, rows[0], settings, questions)
             questions = len(asked.get("prompts", ()))
             if questions:
                 run |= asked
                 output.say(f"Questions about facts in the text: {questions}")
+        rank, reduction = budget_of(*given, asked=bool(questions))
+        chosen |= {"mean_rank": None if reduction else rank, "reduction": reduction}
+        _, form, bits = check_settings([x.layer for x in layers(model).values()], **chosen)
         with output.progress("calibrating", progress_steps(len(rows) + (questions or 0))) as step:
             if keep is None:
                 _write_plans(calibrate(model, rows, progress=step, **run, **chosen), out, output)

@@ -86,7 +86,8 @@ def calibrate(
         a `method` that has no residuals.
     reduction : float, optional
         Budget of plans with residuals, in place of `mean_rank`: how many times less state traffic than standard
-        decode. Each head gets a rank and 1 to 3 bits, see `sketchssm.allocate_joint`. Default: 10.
+        decode. Each head gets a rank and 1 to 3 bits, see `sketchssm.allocate_joint`. Default: 10
+        with `prompts`, else 9.
     prompts : array of int, (rows, tokens), or sequence of arrays, optional
         For plans with residuals: rows of token ids with questions about what stands before, 16 or so. They keep in
         the sketches what the model has to remember.
@@ -134,7 +135,7 @@ def calibrate(
     >>> plans = sketchssm.transformers.calibrate(model, text, tokenizer=tokenizer)  # doctest: +SKIP
     >>> plans.save("plans.safetensors")  # doctest: +SKIP
     """
-    rank, reduction = budget_of(mean_rank, reduction, map, method)
+    rank, reduction = budget_of(mean_rank, reduction, map, method, prompts is not None)
     form: Any = {"map": map, "sketch_dtype": sketch_dtype, "residual_bits": residual_bits, "method": method}
     shapes = [x.layer for x in layers(model).values()]
     map, sketch_dtype, bits = check_settings(shapes, window, rank, reduction, rank_max, **form)
