@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -229,10 +230,11 @@ def test_demo(tmp_path):
     # but for one in the last digit of `retained`
     readme = (Path(__file__).parents[1] / "README.md").read_text().replace("|", " ")
     rows = [
-        [line.split() for line in text.splitlines() if " sketch/ridge-" in line] for text in (result.output, readme)
+        [line.split() for line in text.splitlines() if re.search(r" sketch/ridge-| residual/4\+2-bit", line)]
+        for text in (result.output, readme)
     ]
     shown, written = ({tuple(row[:4]): float(row[-1].rstrip("%")) for row in own} for own in rows)
-    assert len(shown) == 6 and shown == pytest.approx(written, abs=0.011)
+    assert len(shown) == 9 and shown == pytest.approx(written, abs=0.011)
 
 
 def test_missing_matplotlib_is_said_before_any_work(traces, monkeypatch, tmp_path):

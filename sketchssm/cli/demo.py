@@ -47,7 +47,7 @@ def command(
     studies = [Study(Traces.shipped(kind), settings, ranks, MEAN_RANK, seed) for kind in SHIPPED]
     sketches = [f"sketch/{settings.map.name}-{rank}" for rank in ranks]
     replaced = ["ablation/full-method", "ablation/random-basis", "ablation/allocation-*"]
-    chosen = select(studies, ["exact", *sketches, *replaced])
+    chosen = select(studies, ["exact", *sketches, "residual/*+2-bit", *replaced])
     with output.progress("", sum(map(len, chosen))) as step:
         found = evaluate(studies, chosen, backend, step)
     compared = [
