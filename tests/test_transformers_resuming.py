@@ -2,7 +2,7 @@
 
 import pytest
 from samples import fingerprints
-from tiny_models import prompt, qwen, st, torch
+from tiny_models import make, prompt, qwen, st, torch
 
 from sketchssm.plans.files import FileFormatError
 from sketchssm.transformers import resuming
@@ -57,11 +57,21 @@ def test_other_sums(qwen, tmp_path):
     settings = {"window": 4, "mean_rank": 2, "method": "error", "resume": tmp_path / "sums"}
     with pytest.raises(Stopped):
         st.calibrate(qwen, TEXT, progress=until("moments, row 1 of 3"), **settings)
-    for other in ({"text": TEXT[:4]}, {"text": (TEXT + 1) % 64}, {"window": 5}, {"method": "perturbation"}):
+    weights, wide = make("Qwen3Next"), make("Qwen3Next").double()
+    with torch.no_grad():
+        weights.get_input_embeddings().weight[0, 0] += 1  # the recurrent layers are the same
+    for other in (
+        {"text": TEXT[:4]},
+        {"text": (TEXT + 1) % 64},
+        {"window": 5},
+        {"method": "perturbation"},
+        {"model": weights},
+        {"model": wide},
+    ):
         with pytest.raises(
             ValueError, match=r"^resume: expected sums of this model, text and settings, got others in"
         ):
-            st.calibrate(qwen, **{"text": TEXT} | settings | other)
+            st.calibrate(**{"model": qwen, "text": TEXT} | settings | other)
     with pytest.raises(TypeError, match=r"^resume: expected a path, got int$"):
         st.calibrate(qwen, TEXT, **settings | {"resume": 5})
     (tmp_path / "sums").write_bytes(b"damaged")

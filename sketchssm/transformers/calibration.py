@@ -23,7 +23,7 @@ from sketchssm.layer.coefficients import CoefficientMap
 from sketchssm.layer.recurrence import check_window
 from sketchssm.layer.residual import STEPS
 from sketchssm.plans.model_plans import ModelPlans
-from sketchssm.transformers.identity import fingerprint
+from sketchssm.transformers.identity import fingerprint, whole_digest
 from sketchssm.transformers.modeling import layers
 from sketchssm.transformers.passes import (
     Mask,
@@ -240,7 +240,8 @@ def collect(
 
     step = progress or (lambda label: None)
     form: Any = {"bits": tuple(bits), "sketch_dtype": sketch_dtype}
-    settings = identity, window, rank_max, kinds, form, method, len(fit), len(score)
+    whole = None if resume is None else whole_digest(model)  # inputs of layers depend on all parameters
+    settings = identity, whole, window, rank_max, kinds, form, method, len(fit), len(score)
     run = Resumable(resume, digest_of(settings, [*fit, *score, *questions, *wanted]), step)
     moments = {name: Moments(x.layer, window=window) for name, x in found.items()}
     run.hold("moments", moments)

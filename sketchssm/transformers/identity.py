@@ -42,6 +42,12 @@ def fingerprint(model: torch.nn.Module) -> ModelFingerprint:
     return ModelFingerprint(type(getattr(model, COMPILED, model)).__name__, identities)
 
 
+def whole_digest(model: torch.nn.Module) -> str:
+    """Digest of all parameters of a model, as `fingerprint` takes those of its layers, and of their types."""
+    kinds = ", ".join(sorted({str(parameter.dtype) for parameter in model.parameters()}))
+    return f"{kinds} {_digest('model', model)}"
+
+
 def _digest(layer: str, module: torch.nn.Module) -> str:
     digest = sha256()
     for part in module.modules():
