@@ -126,6 +126,8 @@ def test_shares_of_processes(calibration):
     refused(r"parts\[1\]: expected a calibration with a model's fing", join, [first, ss.Calibration(second.layers)])
     other = share_of(calibration, ["layers.0"], np.s_[2:], weighting="error")
     refused("parts: expected shares of layers.0 with .*'gradient'.*, got .*'error'", join, [first, other])
+    fewer = share_of(calibration, ["layers.0"], np.s_[2:], every=2)  # a recording that was ended early
+    same(join([first, fewer, parts[2]]).plans(3), calibration.plans(3))
     for part in (first, second):
         identity = part.fingerprint.layers["layers.0"]
         part.fingerprint.layers["layers.0"] = identity._replace(layer=calibration.layers["layers.0"].basis.layer)

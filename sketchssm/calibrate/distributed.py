@@ -83,11 +83,11 @@ def _whole(name: str, shapes: Sequence[Layer], told: Sequence[Layer]) -> Layer:
 
 
 def _common(own: LayerCalibration) -> dict[str, Any]:
-    """What all shares of a layer have in common."""
+    """What all shares of a layer have in common; scores are means, of as many windows as a process had time for."""
     basis = own.basis
     facts = {"kind": basis.layer.kind, "K and columns": basis.omega.shape[1:], "V": basis.layer.value_dim}
     scores = {
-        kind: tuple(getattr(made, name) for name in SETTINGS[kind])
+        kind: tuple(getattr(made, name) for name in SETTINGS[kind] if name != "every")
         for kind in SCORES
         if (made := getattr(own, kind)) is not None
     }
