@@ -53,6 +53,7 @@ def test_switched_on():
         ({"plans": "standard", "window": 8}, ValueError, "window: expected none"),
         ({"plans": "replay", "window": "8"}, ValueError, "window: expected an integer"),
         ({"plans": "/plans", "window": 8}, ValueError, "window: expected none with plans='/plans', got 8"),
+        ({"plans": "standard", "phases": False}, ValueError, "phases: expected none with plans='standard', got False"),
         ({"plans": "replay", "mean_rank": 8}, ValueError, "mean_rank: expected none"),
         ({"plans": "replay", "monitor": 2}, ValueError, "monitor: expected none with plans='replay', got 2"),
         ({"plans": "/plans", "monitor": True}, ValueError, "monitor: expected an integer from 0"),

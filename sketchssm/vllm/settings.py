@@ -30,8 +30,8 @@ SYSTEMS = ("standard", "replay")
 RECORD = "record:"
 """Before the path of a calibration to write."""
 
-SYSTEM_OF = {"window": ("replay", "record"), "mean_rank": ("sketch",), "reduction": ("sketch",),
-             "monitor": ("sketch",), "tolerance": ("sketch",),
+SYSTEM_OF = {"window": ("replay", "record"), "phases": ("replay", "sketch"),
+             "mean_rank": ("sketch",), "reduction": ("sketch",), "monitor": ("sketch",), "tolerance": ("sketch",),
              "tokens": ("record",), "share": ("record",)}  # fmt: skip
 """Fields that only some systems have."""
 
