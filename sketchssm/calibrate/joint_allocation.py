@@ -134,7 +134,8 @@ def check_reduction(reduction: float, layers: Sequence[Layer], window: int, form
 def _check_least(reduction: float, window: int, standard: float, least: float) -> None:
     most = window * standard / ((window - 1) * least + standard)
     if reduction > most * (1 + 1e-12):
-        raise ValueError(f"reduction: expected at most {most:.4g}, that of the fewest bytes scored, got {reduction:g}")
+        what = f"that of the fewest bytes scored, with a flush every {window} tokens"
+        raise ValueError(f"reduction: expected at most {most:.4g}, {what}, got {reduction:g}")
 
 
 def _task(name: str, layers: Sequence[JointScores], kind: str) -> list[Array]:
