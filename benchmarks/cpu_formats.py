@@ -4,8 +4,9 @@
 
 The formats take turns, window by window, so that other load on the machine slows all of them alike and no head finds
 its sketches in a cache. Times are processor time of one thread, because other programs may use the cores in between.
-Each token's time is the least of all rounds. Errors are those of a first window's outputs and state, one row, against
-the reference head of the same format in float64.
+Each token's time is the least of all rounds. `--formats` also takes `standard` decode, and `int8+2`: the map
+`subspace` and residuals of 2 bits, where the other formats have the map `ridge`. Errors are those of a first window's
+outputs and state, one row, against the reference head of the same format in float64.
 """
 
 from __future__ import annotations
@@ -20,11 +21,26 @@ from reports import about, cpu_model, write
 import sketchssm as ss
 from sketchssm.cpu.workers import worker_count
 from sketchssm.layer.formats import FORMATS, SketchFormat
+from sketchssm.layer.residual import STEPS, residual_bytes
 from sketchssm.study import bench
 from sketchssm.study.bench.workloads import token_at
 from sketchssm.study.evaluate.measure import relative_error
 
 WINDOW = 16
+
+CHOICES = ("standard", *FORMATS, *(f"int8+{bits}" for bits in STEPS))
+
+
+def make(name: str, layer: ss.Layer, rank: int, batch: int) -> tuple[ss.DecodeHead, ss.DecodeHead, float]:
+    """A head, its twin of one slot in float64, and the bytes that a read moves of a slot's sketches."""
+    if name == "standard":
+        return ss.StandardHead(layer, batch, "cpu"), ss.StandardHead(layer, 1, "reference"), 0.0
+    form, _, bits = name.partition("+")
+    ranks, bits = bench.spread_ranks(layer.heads, rank, layer.key_dim), int(bits or 0)
+    plan = bench.random_plan(layer, ranks, WINDOW, "subspace" if bits else "ridge", 0, form, bits)
+    size = SketchFormat.of(form).bytes(plan.map, ranks, layer.key_dim, layer.value_dim).sum()
+    size += layer.heads * residual_bytes(bits, layer.key_dim, layer.value_dim)
+    return ss.SketchHead(plan, batch, "cpu"), ss.SketchHead(plan, 1, "reference"), float(size)
 
 
 def measure(shape: str, rank: int, batch: int, rounds: int, formats: list[str]) -> list[dict[str, object]]:
@@ -35,18 +51,16 @@ def measure(shape: str, rank: int, batch: int, rounds: int, formats: list[str]) 
     steps = [token_at(tokens, t) for t in range(WINDOW)]
     start = np.random.default_rng(0).standard_normal((1, *layer.state_shape)).astype(np.float32)
     heads, rows = [], []
-    for form in formats:
-        plan = bench.random_plan(layer, bench.spread_ranks(layer.heads, rank, layer.key_dim), WINDOW, "ridge", 0, form)
-        head, twin = ss.SketchHead(plan, batch, "cpu"), ss.SketchHead(plan, 1, "reference")
+    for name in formats:
+        head, twin, modelled = make(name, layer, rank, batch)
         head.load_state(np.broadcast_to(start, (batch, *layer.state_shape)))
         twin.load_state(start)
         got = np.stack([head.step(*token)[:1] for token in steps], axis=1)
         error = relative_error(got, np.asarray(twin.step(*one), dtype=np.float64))
-        sketch = next(part.bytes for part in head.parts if part.name == "sketch")
-        modelled = SketchFormat.of(form).bytes(plan.map, plan.ranks, layer.key_dim, layer.value_dim)
+        sketch = sum(part.bytes for part in head.parts if part.name == "sketch")
         heads.append(head)
-        rows.append({"shape": shape, "mean_rank": rank, "batch": batch, "sketch_dtype": form,
-                     "read_bytes_per_slot": float(modelled.sum()), "sketch_part_bytes": sketch,
+        rows.append({"shape": shape, "mean_rank": rank, "batch": batch, "sketch_dtype": name,
+                     "read_bytes_per_slot": modelled, "sketch_part_bytes": sketch,
                      "output_error": error, "state_error": relative_error(head.state[:1], twin.state)})  # fmt: skip
     least = np.full((len(heads), WINDOW), np.inf)
     for _ in range(rounds):
@@ -65,7 +79,7 @@ def main() -> None:
     shapes = ["nemotron-3-super", "qwen3-next", "kimi-linear"]
     parser.add_argument("--shapes", nargs="+", choices=bench.SHAPES, default=shapes)
     parser.add_argument("--ranks", nargs="+", type=int, default=[8, 16], help="mean ranks")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--formats", nargs="+", choices=CHOICES, default=list(FORMATS))
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=30, help="windows of each head")
     parser.add_argument("--json", type=Path, help="where to write the result")
