@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from samples import relative
+from samples import refused, relative
 
 torch = pytest.importorskip("torch")
 SITE = os.environ.get("SKETCHSSM_VLLM_SITE")
@@ -30,7 +30,8 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.mamba import mamba_mixer2
     from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn, qwen_gdn_linear_attn
     from vllm.model_executor.layers.mamba.ops import causal_conv1d
-    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+    from vllm.v1.attention.backends import gdn_attn
     from vllm.v1.kv_cache_interface import MambaSpec
 
     from sketchssm.vllm import head_layer, layers, metadata, plugin, selfcheck
@@ -298,6 +299,51 @@ def test_groups_of_mamba2(fixture):
     assert other.inner.state_indices_tensor_p.tolist() == [8]
 
 
+def test_another_group_takes_its_own_aligned_blocks(fixture):
+    """The V2 runner gives the blocks of all rows; a prefill's are those of the rows behind."""
+    layer = fixture("gdn", "replay", 0, "align")
+    batch = batch_of([1, 3], [5, 3], [3, 4], [False, True])
+    layer.builder.mamba_aligned_state_indices = torch.tensor([[3], [4]]).int()
+    meta = layer.builder.build(0, batch)
+    assert meta.inner.prefill_state_indices.tolist() == [4]
+    if not hasattr(gdn_attn.GDNAttentionMetadataBuilder, "update_block_table"):  # 0.32
+        return
+    layer.builder.mamba_aligned_state_indices = table = torch.tensor([[7], [8]]).int()
+    other = layer.builder.update_block_table(meta, table, batch.slot_mapping)
+    assert (other.decode.slots.tolist(), other.prefill.slots.tolist()) == ([7], [8])
+    assert other.inner.prefill_state_indices.tolist() == [8]
+
+
+def test_states_that_a_prefill_leaves_on_its_way(fixture):
+    """A prefill that passes the end of a block leaves the state there. The head takes it over, in any group's."""
+    layer = fixture("mamba2", "replay", 0, "align")
+    layer.module.cache_config.hash_block_size = layer.module.cache_config.cache_hit_alignment_tokens = 8
+    batch = batch_of([1, 20], [5, 20], [0, 0], [False, True])
+    tables = [torch.tensor([[1, 0, 0], [0, at, at + 1]]).int() for at in (3, 5)]
+    meta = layer.builder.build(0, batch.replace(block_table_tensor=tables[0]))
+    other = layer.builder.update_block_table(meta, tables[1], batch.slot_mapping)
+    states = layer.module.kv_cache[-1]
+    for found, at in ((meta, 3), (other, 5)):
+        assert (found.prefill.slots.tolist(), found.prefill.passed.tolist()) == ([at + 1], [at])
+        states[at : at + 2] = left = layer.random(2, *states.shape[1:]).double()
+        layer.module.decoder.adopt(found.prefill)
+        layer.module.decoder.head.flush(found.prefill.passed)
+        assert torch.equal(states[at : at + 2], left)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_what_heads_tell_vllm_of_batches(fixture, kind):
+    """Graphs hold decode steps only; drafts are counted, and the host's numbers of tokens are the device's."""
+    layer = fixture(kind, "replay", DRAFTS)
+    assert layer.builder._cudagraph_support.value <= AttentionCGSupport.UNIFORM_BATCH.value
+    assert not layer.module.get_attn_backend().supports_device_cpu_query_lens_mismatch()
+    assert not layer.builder.supports_update_block_table
+    refused(
+        "num_accepted_tokens: expected counts with drafts, got None from vLLM's runner for a ",
+        layer.builder.build, 0, batch_of([4, 4], [9, 9], [3, 4], [False, False]),
+    )  # fmt: skip
+
+
 def test_a_captured_batch(fixture):
     """Slots of decode steps stay at one address."""
     layer = fixture("gdn", "replay")
@@ -351,7 +397,8 @@ def test_shapes_without_kernels_are_refused_before_the_weights_are_loaded(fixtur
     module = fixture(kind, "replay").module
     config = SimpleNamespace(
         additional_config={"sketchssm": "replay"}, num_speculative_tokens=0, kv_transfer_config=None,
-        cache_config=module.cache_config, parallel_config=SimpleNamespace(enable_dbo=False),
+        cache_config=module.cache_config, parallel_config=SimpleNamespace(use_ubatching=False),
+        mamba_config=SimpleNamespace(enable_stochastic_rounding=False),
         compilation_config=SimpleNamespace(static_forward_context={"x": module}),
     )  # fmt: skip
     monkeypatch.setattr(head_layer, "get_current_vllm_config", lambda: config)

@@ -93,7 +93,9 @@ def test_wrong_json():
         ({"platform": "xpu", "kind": "mamba2"}, "platform: expected CUDA"),
         ({"cache_mode": "all"}, "mamba_cache_mode: expected 'none' or 'align'"),
         ({"transfers": True}, "kv_transfer_config: expected None"),
-        ({"microbatches": True}, "enable_dbo: expected False"),
+        ({"microbatches": True}, "enable_dbo: expected False, and ubatch_size at most 1"),
+        ({"random_rounding": True}, "enable_stochastic_rounding: expected False"),
+        ({"decode_backend": "latency_specialized"}, "decode_backend: expected 'auto', .*, got 'latency_specialized'"),
         ({"own_replay": True}, "use_replayssm: expected False"),
         ({"recording": 5}, "window: expected one of 4, 8, 16, 32, which the kernels take, got 5"),
         (DRAFTS | {"platform": "cpu", "kind": "mamba2"}, "speculative_config: expected None"),
@@ -208,6 +210,9 @@ def test_buffers_stay_where_they_are():
     assert (ragged.width, ragged.tokens) == (2, 3)
     assert ragged.gather.tolist() == [0, 1, 1, 2]
     assert ragged.places.tolist() == [0, 2, 3]
+    short = buffers.fill(slots, np.array([2, 2]), accepted)  # no row has all drafts
+    assert short.gather is None
+    assert (short.width, short.tokens) == (2, 4)
     for name in ("slots", "lengths", "accepted"):
         assert getattr(full, name).data_ptr() == getattr(ragged, name).data_ptr()
     assert buffers.fill(slots, np.array([1, 1])).lengths is None

@@ -167,10 +167,9 @@ class RowBuffers:
         kept.copy_(accepted, non_blocking=True)
         kept.clamp_(min=1)  # a row's first token is never on trial
         counts.copy_(torch.from_numpy(np.ascontiguousarray(lengths, dtype=np.int32)), non_blocking=True)
-        width = 1 + self._drafts
+        width = max(int(lengths.max(initial=0)), 1)
         if tokens == rows * width:
             return DecodeRows(own, tokens, width, counts, kept)
-        width = max(int(lengths.max(initial=0)), 1)
         starts, inside = np.cumsum(lengths) - lengths, np.arange(width)
         places = np.flatnonzero((inside < lengths[:, None]).reshape(-1))
         gather = np.minimum(starts[:, None] + inside, max(tokens - 1, 0)).reshape(-1)

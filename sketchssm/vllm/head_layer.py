@@ -107,10 +107,12 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
                 self._drafts,
                 self._window,
                 config.kv_transfer_config is not None,
-                bool(config.parallel_config.enable_dbo),
+                bool(config.parallel_config.use_ubatching),
                 bool(config.cache_config.use_replayssm),
                 settings.window if settings.record else 0,
                 settings.monitor,
+                config.mamba_config.enable_stochastic_rounding,
+                extra.get("decode_backend", "auto") if isinstance(extra := config.additional_config, dict) else "auto",
             )
         )
         others = heads_of(config)[:-1]

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import vllm
 from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
 from sketchssm.serving.batches import (
@@ -60,6 +61,8 @@ class HeadRows:
         self.vllm_config = vllm_config
         self._names = list(layer_names)
         self._drafts = vllm_config.num_speculative_tokens or 0
+        if self._drafts:
+            self.supports_update_block_table = False  # which has no counts
         self._mode = vllm_config.cache_config.mamba_cache_mode
         most = vllm_config.scheduler_config.max_num_seqs
         captured = vllm_config.compilation_config.max_cudagraph_capture_size
@@ -96,6 +99,11 @@ class HeadRows:
         """
         if not self._checked and self._layers():  # in a version that binds pools first
             self.check(self._layers()[0])
+        if self._drafts and num_accepted_tokens is None:
+            own = type(self).__bases__[-1].__name__
+            raise ValueError(
+                f"num_accepted_tokens: expected counts with drafts, got None from vLLM's runner for a {own}"
+            )
         batch = common_attn_metadata
         starts = batch.query_start_loc_cpu.numpy()
         lengths = np.diff(starts)
@@ -122,9 +130,7 @@ class HeadRows:
                 blocks = self._layers()[0].kv_cache[0].shape[0]
                 self._known.note(slots[on_device(split.whole, slots)], counts, blocks)
         if split.prefills:
-            aligned = getattr(self, "mamba_aligned_state_indices", None)  # blocks of all rows, from the V2 runner
-            if aligned is not None:
-                self.mamba_aligned_state_indices = aligned[n:]
+            self._leave_out(n)
             inner = super().build(0, rows_behind(batch, split, lengths))  # type: ignore[misc]
             prefill = PrefillRows.behind(split, slots, accepted, blocks_passed(inner))
         begins = batch.query_start_loc[: n + 1] if self._drafts else None
@@ -152,6 +158,7 @@ class HeadRows:
             self._restart(split, slots)
             self._report(slots[:n], metadata.counts[0][:n])
         if split.prefills:
+            self._leave_out(n)
             inner = super().update_block_table(  # type: ignore[misc]
                 metadata.inner, blk_table[n:], slot_mapping[split.decode_tokens :]
             )
@@ -159,6 +166,12 @@ class HeadRows:
         counts = metadata.counts
         recorded = self._record(metadata.choice, split, counts, slots, blk_table)
         return BatchMetadata(split, metadata.moved, decode, None, prefill, inner, metadata.seq_lens, counts, *recorded)
+
+    def _leave_out(self, rows: int) -> None:
+        """Leave the first rows out of what the V2 runner gives: the blocks of all rows of this step."""
+        aligned = getattr(self, "mamba_aligned_state_indices", None)
+        if aligned is not None:
+            self.mamba_aligned_state_indices = aligned[rows:]
 
     @contextmanager
     def _unrecorded(self) -> Iterator[None]:
@@ -287,5 +300,11 @@ def rows_behind(batch: Any, split: Split, lengths: Any) -> Any:
 def with_heads(backend: Any) -> Any:
     """Make a backend whose builder describes batches for heads, from a backend of vLLM's."""
     builder = backend.get_builder_cls()
-    own = type(f"Head{builder.__name__}", (HeadRows, builder), {})
-    return type(f"Head{backend.__name__}", (backend,), {"get_builder_cls": staticmethod(lambda: own)})
+    # The host splits a batch: graphs hold decode steps only, and the host's numbers of tokens must be the device's.
+    graphs = min(builder._cudagraph_support, AttentionCGSupport.UNIFORM_BATCH, key=lambda support: support.value)
+    own = type(f"Head{builder.__name__}", (HeadRows, builder), {"_cudagraph_support": graphs})
+    replaced = {
+        "get_builder_cls": staticmethod(lambda: own),
+        "supports_device_cpu_query_lens_mismatch": classmethod(lambda cls: False),
+    }
+    return type(f"Head{backend.__name__}", (backend,), replaced)

@@ -131,10 +131,12 @@ class EngineFacts:
     drafts: int  # most draft tokens of a step; 0 without speculative decoding
     window: int  # tokens from one flush to the next; 1 for standard decode
     transfers: bool = False  # whether states go to other engines (vLLM's kv_transfer_config)
-    microbatches: bool = False  # whether a step is split into microbatches (dual batch overlap)
+    microbatches: bool = False  # whether a step is split into microbatches (enable_dbo, ubatch_size)
     own_replay: bool = False  # whether vLLM's own layers keep rings (use_replayssm)
     recording: int = 0  # window of a calibration that is recorded; 0 for none
     monitor: int = 0  # of `Settings`
+    random_rounding: bool = False  # whether vLLM's own layers round states at random (enable_stochastic_rounding)
+    decode_backend: str = "auto"  # of vLLM's ``additional_config``: another one decodes past the layers
 
 
 def check_engine(facts: EngineFacts) -> None:
@@ -148,7 +150,13 @@ def check_engine(facts: EngineFacts) -> None:
     if facts.transfers:
         raise ValueError("kv_transfer_config: expected None, as states go to no other engine, got a configuration")
     if facts.microbatches:
-        raise ValueError("enable_dbo: expected False, as the plugin does not split batches, got True")
+        raise ValueError(
+            "enable_dbo: expected False, and ubatch_size at most 1, as no batch is split, got microbatches"
+        )
+    if facts.random_rounding:
+        raise ValueError("enable_stochastic_rounding: expected False, as heads round states to nearest, got True")
+    if facts.decode_backend != "auto":
+        raise ValueError(f"decode_backend: expected 'auto', as layers decode with heads, got {facts.decode_backend!r}")
     if facts.recording and facts.platform == "cuda" and facts.recording not in WINDOWS:
         known = ", ".join(map(str, WINDOWS))
         raise ValueError(f"window: expected one of {known}, which the kernels take, got {facts.recording}")
@@ -167,7 +175,7 @@ def check_engine(facts: EngineFacts) -> None:
         )
     if facts.cache_mode != "none":
         raise ValueError(
-            "enable_prefix_caching: expected False with drafts, as the host does not know where a row's tokens end, "
+            "enable_prefix_caching: expected False with drafts, as heads keep no state after each draft token, "
             f"got a cache of mode {facts.cache_mode!r}"
         )
     most = MAX_DRAFTS if facts.window == 1 else min(MAX_DRAFTS, facts.window - 1)
