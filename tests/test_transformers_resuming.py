@@ -6,6 +6,7 @@ from tiny_models import make, prompt, qwen, st, torch
 
 from sketchssm.plans.files import FileFormatError
 from sketchssm.transformers import resuming
+from sketchssm.transformers.identity import whole_digest
 
 __all__ = ["qwen"]  # a fixture
 
@@ -60,6 +61,7 @@ def test_other_sums(qwen, tmp_path):
     weights, wide = make("Qwen3Next"), make("Qwen3Next").double()
     with torch.no_grad():
         weights.get_input_embeddings().weight[0, 0] += 1  # the recurrent layers are the same
+    assert whole_digest(torch.compile(qwen)) == whole_digest(qwen) != whole_digest(weights)
     for other in (
         {"text": TEXT[:4]},
         {"text": (TEXT + 1) % 64},

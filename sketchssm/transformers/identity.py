@@ -65,7 +65,8 @@ def _digest(layer: str, module: torch.nn.Module) -> str:
         values = values[:: -(-values.numel() // SAMPLES) or 1]
         if values.is_floating_point():
             values = values.to(torch.bfloat16).to(torch.float16).view(torch.int16)
-        digest.update(f"{name} {tuple(parameter.shape)}\n".encode())
+        plain = ".".join(part for part in name.split(".") if part != COMPILED)
+        digest.update(f"{plain} {tuple(parameter.shape)}\n".encode())
         digest.update(values.cpu().numpy().tobytes())
     return digest.hexdigest()
 
