@@ -323,13 +323,17 @@ MARKS = torch.ones((1, 16), dtype=torch.bool)
         ({"reduction": 2.7, "prompts": prompt(1, 16)}, r"answers: expected an argument beside prompts, got None"),
         ({"reduction": 2.7, "answers": MARKS}, r"prompts: expected an argument beside answers, got None"),
         ({"mean_rank": 3, "prompts": prompt(1, 16), "answers": MARKS}, r"prompts: expected None without residuals"),
+        (
+            {"reduction": 2.7, "method": "error", "prompts": prompt(1, 16), "answers": MARKS},
+            r"prompts: expected None without .*, got the scores joint and the method 'error'$",
+        ),
         ({"reduction": 2.7, "prompts": prompt(1, 5), "answers": MARKS}, r"prompts: expected rows of at least 6 tok"),
         ({"reduction": 2.7, "prompts": prompt(1, 16) + 64, "answers": MARKS}, r"prompts: expected token ids from 0"),
         ({"reduction": 2.7, "prompts": prompt(1, 16), "answers": MARKS[:, 1:]}, r"answers: expected the 1 rows of p"),
-        ({"reduction": 2.7, "prompts": prompt(1, 16), "answers": MARKS.int()}, r"answers: expected bool"),
+        ({"reduction": 2.7, "prompts": prompt(1, 16), "answers": MARKS.int()}, r"answers: expected bool, got int32"),
         (
             {"reduction": 2.7, "prompts": prompt(1, 16), "answers": torch.arange(16)[None] == 0},
-            r"answers: expected bool, and one True after the first token of row 0",
+            r"answers: expected one True after the first token of row 0, got none",
         ),
     ),
 )
@@ -338,6 +342,12 @@ def test_bad_settings_of_residuals(qwen, settings, message):
     with pytest.raises(ValueError, match=message):
         st.calibrate(qwen, text(), window=WINDOW, progress=labels.append, **settings)
     assert not labels  # before any work
+
+
+def test_prompts_are_not_ignored(qwen):
+    """Scores of ranks have no use for them."""
+    given = {"prompts": prompt(1, 16), "answers": MARKS, "window": WINDOW, "scores": ["ranks"]}
+    refused("prompts: expected None without .*, got the scores ranks", st.collect, qwen, text(), **given)
 
 
 def test_sums_stay_on_the_models_device(monkeypatch):

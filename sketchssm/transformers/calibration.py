@@ -140,8 +140,10 @@ def calibrate(
     shapes = [x.layer for x in layers(model).values()]
     map, sketch_dtype, bits = check_settings(shapes, window, rank, reduction, rank_max, **form)
     joint = bool(bits) and method != "uniform"
-    if prompts is not None and (not bits or method not in (None, "gradient")):
-        raise ValueError(f"prompts: expected None without residuals and the method 'gradient', got {method!r}")
+    if prompts is not None and not joint:
+        raise ValueError(
+            f"prompts: expected None without residuals, got {type(prompts).__name__} at mean rank {rank:g}"
+        )
     collected = collect(
         model,
         text,
@@ -228,12 +230,17 @@ def collect(
     identity = fingerprint(model)  # before any work: a model with offloaded layers has none
     questions, wanted = _answered(prompts, answers, window + 2)
     check_ids(model, questions, "prompts")
+    if questions and ("joint" not in kinds or method not in (None, "gradient")):
+        how = f"the scores {', '.join(kinds)} and the method {method!r}"
+        raise ValueError(f"prompts: expected None without the scores 'joint' and the method 'gradient', got {how}")
     fit, score = _split(rows, sample)
     if method in (None, "gradient"):
         lack = without_gradients(model, score[0][: window + 2])
-        if lack and (method or questions):
-            need = f"{method or 'gradient'!r} needs gradients of the layers' outputs"
-            raise ValueError(f"method: {need}, but {lack}; expected 'perturbation', 'error' or 'uniform'")
+        need = f"needs gradients of the layers' outputs, but {lack}"
+        if lack and questions:
+            raise ValueError(f"prompts: expected None, as an answer {need}; got {len(questions)} rows")
+        if lack and method:
+            raise ValueError(f"method: {method!r} {need}; expected 'perturbation', 'error' or 'uniform'")
         if lack:
             warnings.warn(f"method: {lack}; ranks are scored by perturbation", RuntimeWarning, stacklevel=2)
         method = "perturbation" if lack else method or "gradient"
@@ -310,8 +317,10 @@ def _answered(prompts: Any, answers: Any, least: int) -> tuple[list[Ids], list[M
     if [mark.shape for mark in marks] != [row.shape for row in rows]:
         raise ValueError(f"answers: expected the {len(rows)} rows of prompts with as many tokens each, got others")
     for index, mark in enumerate(marks):
-        if mark.dtype != bool or not mark[1:].any():  # nothing predicts the first token
-            raise ValueError(f"answers: expected bool, and one True after the first token of row {index}")
+        if mark.dtype != bool:
+            raise ValueError(f"answers: expected bool, got {mark.dtype} in row {index}")
+        if not mark[1:].any():  # nothing predicts the first token
+            raise ValueError(f"answers: expected one True after the first token of row {index}, got none")
     return rows, marks
 
 
