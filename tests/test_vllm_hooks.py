@@ -92,6 +92,9 @@ def test_errors_of_requests_that_decode_are_logged(fixture, kind):
     assert f"{name} " in lines[0]
     value = prometheus_client.REGISTRY.get_sample_value("sketchssm_relative_squared_error", {"layer": name})
     assert f"{name} {value:.1e}" in lines[0]
+    log._last = -np.inf
+    layer.builder.build(0, batch_of([1, 1], [1, 1], [0, 0], [False, False]))  # of no requests
+    assert len(lines) == 1
 
 
 @pytest.mark.parametrize("kind", CLASSES)

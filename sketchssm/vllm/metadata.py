@@ -25,6 +25,7 @@ from sketchssm.serving.batches import (
     on_device,
     split_rows,
 )
+from sketchssm.serving.decoder import NULL_BLOCK
 from sketchssm.serving.errors import ErrorLog
 from sketchssm.serving.recording import NOTHING, Choice
 from sketchssm.vllm import gauges, selfcheck
@@ -233,8 +234,10 @@ class HeadRows:
         """Log now and then what heads have measured in the requests of the rows that have tokens."""
         layers = self._layers() if self._recording else []
         if layers and layers[0].recipe.monitor and self._errors.due:
-            rows = on_device(np.flatnonzero(lengths), slots)
-            self._errors.write({layer.prefix: layer.decoder.head for layer in layers}, slots[rows])
+            own = slots[on_device(np.flatnonzero(lengths), slots)]
+            own = own[own != NULL_BLOCK]  # of idle replicas' steps, and of graphs that are captured
+            if len(own):
+                self._errors.write({layer.prefix: layer.decoder.head for layer in layers}, own)
 
     def _slots(self, table: Any, seq_lens: Any) -> Any:
         """Block of each row's state."""
