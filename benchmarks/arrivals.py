@@ -32,11 +32,11 @@ from sketchssm.heads.head import DecodeHead
 from sketchssm.heads.sketch import SketchHead
 from sketchssm.heads.standard import StandardHead
 from sketchssm.layer.coefficients import CoefficientMap
+from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS
 from sketchssm.layer.recurrence import Tokens
 from sketchssm.study import bench
 from sketchssm.study.bench import Case
 from sketchssm.study.evaluate.measure import relative_error
-from sketchssm.study.tables import number
 
 MODES = ("lockstep", "clock", "no clock")
 """Window positions of a sketch's rows: all the same; random, with a clock; random, without a clock."""
@@ -131,8 +131,8 @@ def measure_arrivals(
     length = window * (1 + -(-steps // window))
     together = Requests.together(case.batch, length)
     arriving = Requests.arriving(case.batch, length, window, mean_tokens, seed)
-    for plan in (None, *case.plans):
-        system = "standard" if plan is None else f"sketch G={number(plan.mean_rank)} {plan.map.name}"
+    names = [system.name for system in case.systems()]
+    for plan, system in zip((None, *case.plans), (names[0], *names[2:]), strict=True):
         lockstep = math.nan
         for mode in ("arrivals",) if plan is None else MODES:
             requests = together if mode == "lockstep" else arriving
@@ -173,6 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--backend", choices=["cpu", "cuda", "reference"], default="cpu")
     for name, default in (("shape", "nemotron-3-super,qwen3-next,kimi-linear"), ("batch", "8,32"), ("map", "lowrank")):
         parser.add_argument(f"--{name}", default=default, help="with commas between several")
+    parser.add_argument("--rank", type=int, help="mean rank (default: the shape's)")
+    parser.add_argument("--sketch-dtype", choices=FORMATS, default=DEFAULT_FORMAT)
+    parser.add_argument("--residual-bits", type=int, default=0, help="with the map subspace")
     parser.add_argument("--window", type=int, default=16)
     parser.add_argument("--layers", type=int, default=32, help="of the model")
     parser.add_argument("--steps", type=int, default=128, help="timed steps")
@@ -181,10 +184,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="where to write the result")
     args = parser.parse_args(arguments)
     limit = cuda.MAX_RANK if args.backend == "cuda" else None
-    settings = [CoefficientMap(name) for name in args.map.split(",")], ("bfloat16",), 0, limit
+    maps = [CoefficientMap(name) for name in args.map.split(",")]
+    settings = maps, (args.sketch_dtype,), 0, limit, args.residual_bits
     cases = [
         replace(
-            Case.random(shape, bench.SHAPES[shape], args.window, (bench.MEAN_RANKS[shape],), *settings), batch=batch
+            Case.random(shape, bench.SHAPES[shape], args.window, (args.rank or bench.MEAN_RANKS[shape],), *settings),
+            batch=batch,
         )
         for shape, batch in product(args.shape.split(","), map(int, args.batch.split(",")))
     ]

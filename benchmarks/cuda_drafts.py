@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from reports import about, write
 
 from sketchssm.arrays.interop import to_host
+from sketchssm.layer.formats import DEFAULT_FORMAT, FORMATS
 from sketchssm.layer.recurrence import Tokens
 from sketchssm.study import bench
 from sketchssm.study.bench.device import ACTIVATION, slot_sets, typical_times
@@ -53,8 +54,8 @@ def measure(shape, batch, args):
     import cupy
 
     layer, window, drafts = bench.SHAPES[shape], args.window, args.drafts
-    ranks = bench.spread_ranks(layer.heads, bench.MEAN_RANKS[shape])
-    plan = bench.random_plan(layer, ranks, window, args.map)
+    ranks = bench.spread_ranks(layer.heads, args.rank or bench.MEAN_RANKS[shape])
+    plan = bench.random_plan(layer, ranks, window, args.map, 0, args.sketch_dtype, args.residual_bits)
     work = bench.Workload(layer, batch, window)
     system = bench.systems(layer, window, [plan], None)[2]
     needed = step_bytes(system, layer, batch, window, on_device=True)
@@ -98,6 +99,7 @@ def measure(shape, batch, args):
         "shape": shape,
         "batch": batch,
         "map": args.map,
+        "system": system.name,
         "drafts": drafts,
         "draft_us": round(float(of_drafts.mean()), 2),
         "read_us": round(float(of_steps.mean()), 2),
@@ -115,6 +117,9 @@ def main():
     parser.add_argument("--batches", default="256")
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--map", default="lowrank")
+    parser.add_argument("--rank", type=int, help="mean rank (default: the shape's)")
+    parser.add_argument("--sketch-dtype", choices=FORMATS, default=DEFAULT_FORMAT)
+    parser.add_argument("--residual-bits", type=int, default=0, help="with the map subspace")
     parser.add_argument("--window", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=0.5, help="for each shape and batch")
     parser.add_argument("--duty", type=float, default=1.0, help="share of the time that the device works")
