@@ -207,9 +207,8 @@ def _of_model(
         if (residuals or keep) and settings.method in (None, "gradient"):
             asked = _questions(source, model, rows[0], settings, questions)
             questions = len(asked.get("prompts", ()))
-            if questions:
-                run |= asked
-                output.say(f"Questions about facts in the text: {questions}")
+            run |= asked
+            output.say(f"Questions about facts in the text: {questions or 'none'}")
         rank, reduction = budget_of(*given, asked=bool(questions))
         chosen |= {"mean_rank": None if reduction else rank, "reduction": reduction}
         _, form, bits = check_settings([x.layer for x in layers(model).values()], **chosen)

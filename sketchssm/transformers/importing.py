@@ -14,7 +14,7 @@ from sketchssm.calibrate.calibration import Calibration, LayerCalibration, Store
 from sketchssm.calibrate.scores import RankScores
 from sketchssm.cuda import MAX_RANK
 from sketchssm.layer.checks import check_size
-from sketchssm.layer.recurrence import Layer
+from sketchssm.layer.recurrence import Layer, check_window
 from sketchssm.plans.basis import orthonormal
 from sketchssm.plans.files import FileFormatError
 from sketchssm.transformers.identity import fingerprint
@@ -82,7 +82,7 @@ def _layers(contents: Any, layers: dict[str, Layer], most: int) -> dict[str, Lay
     if len(omega) != len(sums) or len(omega) != len(layers):
         raise ValueError(f"expected {len(layers)} recurrent layers, got {len(omega)} bases and {len(sums)} curves")
     family = contents["model"]["family"]
-    rank = min(most, omega.shape[2], sums.shape[2] - 1)
+    rank, window = min(most, omega.shape[2], sums.shape[2] - 1), check_window(int(geometry["window"]))
     found = {}
     for name, place in zip(layers, _order(contents.get("layer_ids"), list(layers)), strict=True):
         layer, groups = layers[name], omega.shape[1]
@@ -92,9 +92,9 @@ def _layers(contents: Any, layers: dict[str, Layer], most: int) -> dict[str, Lay
             raise ValueError(f"layer {name}: expected kind, K, V and heads {want}, got {got} in {groups} groups")
         frames = orthonormal(omega[place].swapaxes(-1, -2)[..., :rank])[0]
         columns = np.repeat(frames, layer.heads // groups, axis=0).astype(np.float32)
-        basis = StoredBasis(layer, int(geometry["window"]), columns)
+        basis = StoredBasis(layer, window, columns)
         paired = sums[place, :, : rank + 1].copy()
-        settings = {"window": basis.window, "rank_max": rank, "weighting": "gradient"}
+        settings = {"window": window, "rank_max": rank, "weighting": "gradient"}
         scores = scores_of_sums(
             RankScores,
             basis,

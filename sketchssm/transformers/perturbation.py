@@ -24,6 +24,9 @@ spread of 7 % between heads (of float16 0.4 %)."""
 NOISE = 0.05
 """Size of a perturbation of a block's output, relative to the output."""
 
+ROWS = 64
+"""Tokens whose logits are in float64 at once."""
+
 
 def output_weights(
     run: Callable[[torch.Tensor], torch.Tensor], out: torch.Tensor, whole: torch.Tensor, seed: int = 0
@@ -61,6 +64,12 @@ def noisy(whole: torch.Tensor, seed: int = 0) -> torch.Tensor:
 
 
 def divergence(exact: torch.Tensor, other: torch.Tensor) -> float:
-    """Mean Kullback-Leibler divergence of logits ``(tokens, vocabulary)``, per squared share of `noisy`."""
-    exact, other = exact.float().log_softmax(-1), other.float().log_softmax(-1)
-    return float((exact.exp() * (exact - other)).sum(-1).mean()) / NOISE**2
+    """Mean Kullback-Leibler divergence of logits ``(tokens, vocabulary)``, per squared share of `noisy`.
+
+    It is computed in float64, for some tokens at a time: in float32 a small one may be negative.
+    """
+    total = 0.0
+    for pair in zip(exact.split(ROWS), other.split(ROWS), strict=True):
+        p, q = (logits.double().log_softmax(-1) for logits in pair)
+        total += float((p.exp() * (p - q)).sum())
+    return max(0.0, total / len(exact)) / NOISE**2
