@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from gpu.cuda_support import make_plan, make_tokens
+from gpu.cuda_support import make_tokens
 from host import fixtures, standin
 from host.heads import BFLOAT16, LAYER, head_with, narrow, sketch, tokens_of
-from samples import refused, states_of
+from samples import plan_of, refused, states_of
 
 import sketchssm as ss
 from sketchssm.cuda import frameworks, workspaces
@@ -198,10 +198,13 @@ SHARDED = Layer("gdn", 4, 64, 80, 2)
 WINDOW = 4
 
 
-@pytest.mark.parametrize("map", ["lowrank", "ridge"])
-def test_shards(map, rng):
+RESIDUALS = {"map": "subspace", "sketch_dtype": "int8", "residual_bits": [1, 2, 0, 3]}
+
+
+@pytest.mark.parametrize("form", [{"map": "lowrank"}, {"map": "ridge"}, RESIDUALS], ids=lambda form: form["map"])
+def test_shards(form, rng):
     """States and outputs are equal to the last bit."""
-    plan = make_plan(SHARDED, [16, 3, 5, 9], rng, map=map, window=WINDOW)
+    plan = plan_of(rng, SHARDED, [16, 3, 5, 9], window=WINDOW, **form)
     tokens, start = narrow(make_tokens(SHARDED, 3, 3 * WINDOW + 1, "bfloat16", rng)), states_of(rng, SHARDED, 3)
     whole = ss.SketchHead(plan, 3, "cuda")
     whole.warmup()
