@@ -297,6 +297,7 @@ def test_import_of_published_calibrations(folder, tmp_path):
         (lambda c: c.update(layer_ids=[0] * len(c["omega"])), "layer_ids: expected the layers"),
         (lambda c: c.update(omega=c["omega"][1:]), "recurrent layers, got"),
         (lambda c: c["omega"].fill_(np.nan), "omega: expected a tensor of 4 axes and finite numbers"),
+        (lambda c: c["geometry"].update(window=1), "window: expected an integer from 2 to"),
         (lambda c: c.update(model=print), "calibration.pt: expected a file of torch.save, of tensors and plain"),
     ],
 )

@@ -272,7 +272,7 @@ def _of_model(source: ModelText, plans: str, asked: Recall | None, seed: int, ba
     layers = []
     for name, cost in found.layers.items():
         kilobytes = [f"{cost.standard / 1e3:.1f}", f"{cost.patched / 1e3:.1f}", f"{cost.standard / cost.patched:.2f}x"]
-        layers.append([name, *kilobytes, f"{found.errors[name]:.1e}" if name in found.errors else ""])
+        layers.append([name, *kilobytes, number(found.errors.get(name, np.nan), ".1e", "")])
     output.table("State traffic of one sequence, and errors that heads report", columns, layers, words=1)
     facts = ("increase", "perplexity", "patched_perplexity", "reduction")
     known = {name: getattr(found, name) for name in facts} | vars(found)
