@@ -166,6 +166,24 @@ def test_layers_serve_drafts(fixture, kind, system, late):
 
 
 @pytest.mark.parametrize("kind", CLASSES)
+def test_chunks_of_as_many_tokens_as_a_draft(fixture, kind):
+    """All rows decode, as in a graph of a decode step; then prefills continue them."""
+    layer = fixture(kind, "replay", DRAFTS)
+    a, b = ((given, layer.oracle(given)) for given in [layer.inputs(16) for _ in range(2)])
+    steps = [
+        [(a, 3, 0, 4, 13), (b, 5, 0, 4, 12)],
+        [(a, 3, 4, 4, 13), (b, 5, 4, 4, 12)],
+        [(a, 3, 8, 5, 13), (b, 5, 8, 4, 12)],
+        [(a, 3, 13, 1, 13), (b, 5, 12, 1, 12)],
+    ]
+    for i, rows in enumerate(steps):
+        meta, outputs = layer.step([(r[0], *place) for r, *place in rows], [1, 1], [(0, -1)[i < 3]] * 2)
+        assert meta.split.decodes == (2, 2, 0, 2)[i]
+        for (request, _, first, count, _), out in zip(rows, outputs, strict=True):
+            assert relative(out, request[1][first : first + count]) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("mode", ("none", "align"))
 def test_layers_record_a_calibration(fixture, tmp_path, kind, mode):
     """Chunks of prefills and decoded tokens give the bases and scores of the requests' own tokens. Recorded sums are

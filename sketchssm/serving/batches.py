@@ -100,6 +100,7 @@ class PrefillRows:
     continued: torch.Tensor | None = None  # slots of rows that continue a request; other slots may hold anything
     accepted: torch.Tensor | None = None  # how many tokens of the last draft of each of them are kept
     passed: torch.Tensor | None = None  # more slots in which the prefill leaves states, for later requests
+    decoded: bool = False  # whether tokens before those of some of them may have been decoded like drafts
 
     @classmethod
     def behind(
@@ -108,6 +109,7 @@ class PrefillRows:
         slots: torch.Tensor,
         accepted: torch.Tensor | None = None,
         passed: torch.Tensor | None = None,
+        decoded: bool = False,
     ) -> PrefillRows:
         """Take the rows behind the decoding ones, from slots and accepted counts of all rows of the batch."""
         behind = slots[split.decodes :].contiguous()
@@ -115,7 +117,7 @@ class PrefillRows:
             return cls(behind, passed=passed)
         index = on_device(split.continued, slots)
         kept = None if accepted is None else accepted[index].clamp(min=1)
-        return cls(behind, slots[index], kept, passed)
+        return cls(behind, slots[index], kept, passed, decoded)
 
 
 class KnownTokens:
@@ -127,6 +129,11 @@ class KnownTokens:
 
     def __init__(self) -> None:
         self._counts: torch.Tensor | None = None
+
+    @property
+    def some(self) -> bool:
+        """Whether there have been such rows."""
+        return self._counts is not None
 
     def note(self, slots: torch.Tensor, lengths: torch.Tensor, blocks: int) -> None:
         """Note slots and numbers of tokens of rows that were whole (`Split`), in a pool of `blocks`."""

@@ -262,8 +262,11 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
 
         `given` are all rows' inputs of the convolution and raw gates.
         """
-        decoder = self.decoder
-        decoder.settle(batch.prefill)
+        decoder, rows = self.decoder, batch.prefill
+        assert rows is not None
+        decoder.settle(rows)
+        if rows.decoded and len(self.kv_cache) > 1:
+            self._shift(rows.continued, rows.accepted)
         self._add(batch, *given)
         found = get_forward_context().attn_metadata
         found[self.prefix] = batch.inner
@@ -271,7 +274,13 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
             yield
         finally:
             found[self.prefix] = batch
-        decoder.adopt(batch.prefill)
+        decoder.adopt(rows)
+
+    def _shift(self, slots: Any, accepted: Any) -> None:
+        """Bring the last tokens of rows, decoded like drafts, to where vLLM's convolution of a prefill has them."""
+        states, rows, width = self._conv_states(), slots.long(), self.conv_weight().shape[1] - 1
+        places = (accepted.long() - 1)[:, None, None] + torch.arange(width, device=rows.device)
+        states[rows, :, :width] = states[rows].gather(2, places.expand(-1, states.shape[1], -1))
 
     def _add(self, batch: BatchMetadata, mixed: Any, *gates: Any) -> None:
         """Add the tokens of some prefilled rows to the sums."""
