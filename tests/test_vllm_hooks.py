@@ -26,6 +26,7 @@ from vllm_layers import CLASSES, DRAFTS, TOLERANCE, forward_context, patched, wi
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import prometheus_client
+    from vllm.config import ParallelConfig
     from vllm.model_executor import custom_op
     from vllm.model_executor.layers.mamba import mamba_mixer2
     from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn, qwen_gdn_linear_attn
@@ -163,6 +164,16 @@ def test_layers_serve_drafts(fixture, kind, system, late):
         _, outputs = layer.step(given, accepted, drafted, late)
         for ((request, _, first, _, _), kept), out in zip(rows, outputs, strict=True):
             assert relative(out[:kept], request[1][first : first + kept]) < TOLERANCE
+
+
+def test_the_first_replica_records():
+    """vLLM gives replicas of dense models the rank 0."""
+    config = ParallelConfig()
+    assert head_layer.is_first_replica(config)
+    config.data_parallel_index = 1
+    config.reconfigure_for_independent_dp_rank()
+    assert config.data_parallel_rank == 0
+    assert not head_layer.is_first_replica(config)
 
 
 @pytest.mark.parametrize("kind", CLASSES)

@@ -55,6 +55,11 @@ def heads_of(vllm_config: Any) -> list[Any]:
     return [layer for layer in layers if isinstance(layer, HeadLayer)]
 
 
+def is_first_replica(parallel_config: Any) -> bool:
+    """Whether an engine is the first of data parallel replicas, which all have the rank 0 if the model is dense."""
+    return not parallel_config.data_parallel_index
+
+
 def recording_of(vllm_config: Any, settings: Settings) -> Recording:
     """Make the recording of an engine's process."""
     assert settings.record is not None
@@ -123,7 +128,7 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
         except ValueError as error:
             raise type(error)(f"{self.prefix}: {error}") from error
         self._share = self._shares[get_tensor_model_parallel_rank() % len(self._shares)]
-        if settings.record is not None and not config.parallel_config.data_parallel_rank:
+        if settings.record is not None and is_first_replica(config.parallel_config):
             recording = others[0].record.recording if others else recording_of(config, settings)
             self.record = recording.layer(
                 self.prefix, type(self).__bases__[-1].__name__, self.layer, self.gate, self.whole
