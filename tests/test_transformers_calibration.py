@@ -344,6 +344,13 @@ def test_bad_settings_of_residuals(qwen, settings, message):
     assert not labels  # before any work
 
 
+def test_a_layer_without_states_is_named():
+    model = make("Qwen3Next")
+    name, layer = list(st.layers(model).items())[1]
+    torch.nn.init.zeros_(layer.module.in_proj_qkvz.weight)
+    refused(f"layer {name}: moments: expected samples", st.calibrate, model, text(), window=WINDOW, mean_rank=3)
+
+
 def test_prompts_are_not_ignored(qwen):
     """Scores of ranks have no use for them."""
     given = {"prompts": prompt(1, 16), "answers": MARKS, "window": WINDOW, "scores": ["ranks"]}

@@ -258,7 +258,10 @@ def collect(
     bases = {}
     for name, sums in moments.items():
         layer = sums.layer
-        bases[name] = fit_basis(sums, min(rank_max or MAX_RANK, layer.key_dim, layer.value_dim))
+        try:
+            bases[name] = fit_basis(sums, min(rank_max or MAX_RANK, layer.key_dim, layer.value_dim))
+        except ValueError as error:  # a layer that writes no state
+            raise ValueError(f"layer {name}: {error}") from error
     every = max(1, sum(row.size // window for row in score) // WINDOWS)
     made: dict[str, dict[str, Any]] = {name: {} for name in found}
     for name, basis in bases.items():
