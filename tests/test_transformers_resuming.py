@@ -61,7 +61,7 @@ def test_other_sums(qwen, tmp_path):
     weights, wide = make("Qwen3Next"), make("Qwen3Next").double()
     with torch.no_grad():
         weights.get_input_embeddings().weight[0, 0] += 1  # the recurrent layers are the same
-    assert whole_digest(torch.compile(qwen)) == whole_digest(qwen) != whole_digest(weights)
+    assert whole_digest(torch.compile(qwen, backend="eager")) == whole_digest(qwen) != whole_digest(weights)
     for other in (
         {"text": TEXT[:4]},
         {"text": (TEXT + 1) % 64},

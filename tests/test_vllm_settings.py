@@ -241,7 +241,10 @@ def test_documented_memory():
     page = (Path(__file__).parents[1] / "docs" / "vllm.md").read_text()
     for shape in bench.COMMON:
         recipes = [recipe_of(shape, map) for map in ("lowrank", "ridge")]
-        recipes.append(replace(recipes[0], system="replay", source=bench.SHAPES[shape]))
+        layer = bench.SHAPES[shape]
+        form = {"sketch_dtype": "int8", "residual_bits": 2}
+        plan = bench.random_plan(layer, bench.spread_ranks(layer.heads, 4), 16, "subspace", **form)
+        recipes += [replace(recipes[0], source=plan), replace(recipes[0], system="replay", source=layer)]
         layouts = [BlockLayout.behind(0, recipe.parts()) for recipe in recipes]
         cells = " | ".join(f"{layout.bytes} ({layout.share:.1%})" for layout in layouts)
         assert f"| {shape} | {layouts[0].state_bytes} | {cells} |" in page
