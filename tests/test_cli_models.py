@@ -206,7 +206,10 @@ def test_questions_about_the_text(folder, tmp_path, monkeypatch):
         assert not asks(**changed)
     for number in (0, 2):  # the default is too much for so small heads
         arguments = ["--text", text, "--length", 160, "--questions", number]
-        assert f"got {10 if number else 9}" in invoke(*command, *arguments, code=2).stderr
+        told = f"got {10 if number else 9}"
+        assert told in invoke(*command, *arguments, code=2).stderr
+        invoke(*command, *arguments, "--reduction", 2.7, "--keep", kept := tmp_path / f"{number}.safetensors")
+        assert told in invoke("calibrate", "--from", kept, "--out", out, code=2).stderr
     monkeypatch.setattr(cli_calibrate, "ROOM", 24)
     assert not asks(length=24)  # no room for the facts
 

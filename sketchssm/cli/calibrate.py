@@ -92,8 +92,9 @@ def command(
 
     if reduction is not None:
         options.refuse("with --reduction", ("mean_rank",))
-    rank, least = budget_of(mean_rank, reduction, settings.map, settings.method)
-    mean_rank = rank if least is None else None
+    # the default without questions: those of a model, or of a calibration, are not known yet
+    rank, unasked = budget_of(mean_rank, reduction, settings.map, settings.method)
+    mean_rank = rank if unasked is None else None
     if calibration is None:
         options.refuse("without --from", ("microseconds",))
     if microseconds is None:
@@ -113,7 +114,7 @@ def command(
         options.refuse("without --model", ("keep", "imported", "sample", "resume", "questions"))
         files = plan_paths(traces, out)
         options.check_files({"TRACES": traces}, out=files, json=json_file)
-        _from_traces(traces, files, settings, Output(json_file), **budget | {"reduction": least})
+        _from_traces(traces, files, settings, Output(json_file), **budget | {"reduction": unasked})
         return
     path = Path(out)
     options.check_files(
@@ -124,7 +125,7 @@ def command(
         options.refuse("with --import", ignored)
         if mean_rank is None:
             raise click.UsageError("--mean-rank: expected a mean rank with --import, whose scores have no residuals")
-    if not keep and least is None and not settings.residual_bits:
+    if not keep and unasked is None and not settings.residual_bits:
         options.refuse("without residuals", ("questions",))
     if settings.method not in (None, "gradient"):
         options.refuse(f"with --method {settings.method}", ("questions",))
@@ -191,7 +192,7 @@ def _of_model(
     **budget: Any,
 ) -> None:
     """Make one file with the plans of a model, and a file of its calibration to keep."""
-    from sketchssm.calibrate.allocation import budget_of
+    from sketchssm.calibrate.allocation import default_reduction
     from sketchssm.calibrate.plans import check_settings
     from sketchssm.transformers import calibrate, collect, import_calibration, layers
     from sketchssm.transformers.calibration import progress_steps
@@ -202,15 +203,14 @@ def _of_model(
     else:
         with output.progress("loading the model", 1):
             model, rows = source.load(least=2 if run["sample"] is None else source.rows)
-        given = budget["mean_rank"], budget["reduction"], settings.map, settings.method
-        residuals = settings.residual_bits or budget_of(*given)[1] is not None
+        residuals = settings.residual_bits or budget["mean_rank"] is None
         if (residuals or keep) and settings.method in (None, "gradient"):
             asked = _questions(source, model, rows[0], settings, questions)
             questions = len(asked.get("prompts", ()))
             run |= asked
             output.say(f"Questions about facts in the text: {questions or 'none'}")
-        rank, reduction = budget_of(*given, asked=bool(questions))
-        chosen |= {"mean_rank": None if reduction else rank, "reduction": reduction}
+        if budget["mean_rank"] is None and budget["reduction"] is None:
+            chosen["reduction"] = default_reduction(bool(questions))
         _, form, bits = check_settings([x.layer for x in layers(model).values()], **chosen)
         with output.progress("calibrating", progress_steps(len(rows) + (questions or 0))) as step:
             if keep is None:
