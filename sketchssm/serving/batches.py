@@ -131,7 +131,7 @@ class KnownTokens:
         self._counts: torch.Tensor | None = None
 
     @property
-    def some(self) -> bool:
+    def noted(self) -> bool:
         """Whether there have been such rows."""
         return self._counts is not None
 

@@ -86,8 +86,8 @@ def calibrate(
         a `method` that has no residuals.
     reduction : float, optional
         Budget of plans with residuals, in place of `mean_rank`: how many times less state traffic than standard
-        decode. Each head gets a rank and 1 to 3 bits, see `sketchssm.allocate_joint`. Default: 10
-        with `prompts`, else 9.
+        decode. Each head gets a rank and 1 to 3 bits, see `sketchssm.allocate_joint`. Default: 10 with `prompts`,
+        else 9.
     prompts : array of int, (rows, tokens), or sequence of arrays, optional
         For plans with residuals: rows of token ids with questions about what stands before, 16 or so. They keep in
         the sketches what the model has to remember.

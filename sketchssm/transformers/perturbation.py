@@ -68,8 +68,8 @@ def divergence(exact: torch.Tensor, other: torch.Tensor) -> float:
 
     It is computed in float64, for some tokens at a time: in float32 a small one may be negative.
     """
-    total = 0.0
+    total = torch.zeros((), dtype=torch.float64, device=exact.device)
     for pair in zip(exact.split(ROWS), other.split(ROWS), strict=True):
         p, q = (logits.double().log_softmax(-1) for logits in pair)
-        total += float((p.exp() * (p - q)).sum())
-    return max(0.0, total / len(exact)) / NOISE**2
+        total += (p.exp() * (p - q)).sum()
+    return max(0.0, float(total) / len(exact)) / NOISE**2

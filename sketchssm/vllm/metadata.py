@@ -133,7 +133,7 @@ class HeadRows:
         if split.prefills:
             self._leave_out(n)
             inner = super().build(0, rows_behind(batch, split, lengths))  # type: ignore[misc]
-            prefill = PrefillRows.behind(split, slots, accepted, blocks_passed(inner), self._known.some)
+            prefill = PrefillRows.behind(split, slots, accepted, blocks_passed(inner), self._known.noted)
         begins = batch.query_start_loc[: n + 1] if self._drafts else None
         counts = lengths, computed
         recorded = self._record(self._choose(split, counts), split, counts, slots, batch.block_table_tensor)
