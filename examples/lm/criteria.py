@@ -2,15 +2,13 @@
 
     python examples/lm/criteria.py --model recall-gdn.safetensors --tokens TOKENS --out RESULTS
 
-Every head has scores of its pairs of a rank and bits: by the loss of text, by the loss or the log-odds of answers to
-questions, and by the relative errors of reads and states. A criterion combines them. "mixed" ones have text with
-questions in it for bases and scores; all others share both. A name ends with the fewest bits of a head, if they are
-not 1.
+Every head has scores of its pairs of a rank and bits: by the loss of text, by the loss of answers to questions, and by
+the relative errors of reads and states. A criterion combines them. "mixed" ones have text with questions in it for
+bases and scores; all others share both. A name ends with the fewest bits of a head, if they are not 1.
 """
 
 import copy
 import sys
-from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -38,7 +36,7 @@ ROWS = 4
 """Rows of text that decode at once with every system."""
 
 FLOORS = (
-    *((x, 0) for x in ("text", *DEFAULTS, "text + log-odds", "text + questions + states", "mixed text")),
+    *((label, 0) for label in ("text", *DEFAULTS, "text + questions + states", "mixed text")),
     *((label, 2) for label in DEFAULTS),
 )
 """Criteria with another floor."""
@@ -129,16 +127,13 @@ def total(layers, values, found):
     )
 
 
-def allocations(text, by_odds, mixed, reduction):
-    """Each criterion's calibrations and allocation, by name.
-
-    `by_odds` has the answers of `text` by their log-odds, and `mixed` are calibrations of text with questions in it.
-    """
-    own, asked, sure, others = (
+def allocations(text, mixed, reduction):
+    """Each criterion's calibrations and allocation, by name; `mixed` are calibrations of text with questions in it."""
+    own, asked, others = (
         [getattr(x, name).with_none() for x in found.values()]
-        for found, name in ((text, "joint"), (text, "answers"), (by_odds, "answers"), (mixed, "joint"))
+        for found, name in ((text, "joint"), (text, "answers"), (mixed, "joint"))
     )
-    loss, questions, odds, within = (shares(x, MEASURES["loss"]) for x in (own, asked, sure, others))
+    loss, questions, within = (shares(x, MEASURES["loss"]) for x in (own, asked, others))
     reads, states = (shares(own, MEASURES[name]) for name in ("reads", "states"))
     alike = [np.broadcast_to(np.mean(np.concatenate(reads), 0), x.shape) for x in reads]
     values = {
@@ -148,7 +143,6 @@ def allocations(text, by_odds, mixed, reduction):
         "states": states,
         "text + states": combined(sum, loss, states),
         "text + questions": combined(sum, loss, questions),
-        "text + log-odds": combined(sum, loss, odds),
         "text + questions + states": combined(sum, loss, questions, states),
         "max(text, questions)": combined(np.maximum.reduce, loss, questions),
     }
@@ -246,13 +240,11 @@ def main(given=None):
     asked = questions(options, calib, encode, rng)
     settings = options.window, options.rank_max, True
     text = catalogue.calibrate(model, torch.from_numpy(seen), *settings, asked, kind=AllScores)
-    by_odds = {place: replace(x, answers=AllScores(x.basis)) for place, x in text.items()}
-    catalogue.add_answers(model, by_odds, asked, odds=True)
     blend = torch.from_numpy(mixed_rows(seen, calib, encode, rng))
     mixed = catalogue.calibrate(model, blend, *settings, kind=AllScores)
     standard, report = catalogue.baselines(text, "exact", options.window)[0], []
     for reduction in options.reductions:
-        found = allocations(text, by_odds, mixed, reduction)
+        found = allocations(text, mixed, reduction)
         found = {label: x for label, x in found.items() if any(fnmatchcase(label, name) for name in options.only)}
         systems = [catalogue.allocated(own, table, label) for label, (own, table) in found.items()]
         measures, backend = measured(model, standard, systems, rows, prompts, options)

@@ -1,6 +1,5 @@
 """Decode systems of a whole model: one calibrated `sketchssm.study.systems.System` for every recurrent layer."""
 
-import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -135,15 +134,10 @@ def calibrate(model, ids, window=16, rank_max=None, joint=False, questions=(), p
         add(("scores", "joint"), found, graded(model, row))
     if perturb:
         add_perturbed(model, found, score)
-    add_answers(model, found, questions if joint else ())
-    return found
-
-
-def add_answers(model, calibrations, questions, odds=False):
-    """Add the answers of several `Prompts` to the scores of answers, by loss or by log-odds."""
-    for asked in questions:
+    for asked in questions if joint else ():
         for row, ((start, stop),) in zip(asked.ids, asked.spans, strict=True):
-            add(("answers",), calibrations, graded(model, torch.from_numpy(row[None, :stop]), start, odds))
+            add(("answers",), found, graded(model, torch.from_numpy(row[None, :stop]), start))
+    return found
 
 
 def add(names, calibrations, recorder):
@@ -182,17 +176,8 @@ def add_perturbed(model, calibrations, ids):
             own.perturbed.update(*recorder.inputs[place], weight=weight)
 
 
-def log_odds(logits, tokens):
-    """Log-odds ``(n,)`` of tokens ``(n,)``, each against all others, from logits ``(n, vocabulary)``.
-
-    Their gradients are those of the log-probabilities over 1 - p. The latter vanish where a model is sure of a token.
-    """
-    own = logits.gather(1, tokens[:, None])
-    return own[:, 0] - logits.scatter(1, tokens[:, None], -math.inf).logsumexp(1)
-
-
-def graded(model, ids, start=1, odds=False):
-    """Record one forward and backward pass of the summed cross-entropy, or log-odds, of the tokens from `start` on."""
+def graded(model, ids, start=1):
+    """Record one forward and backward pass of the summed cross-entropy of the tokens from `start` on."""
     recorder = Recorder()
     # the embeddings need a gradient to start the backward pass; the weights need none
     with torch.enable_grad():
@@ -201,10 +186,9 @@ def graded(model, ids, start=1, odds=False):
             hidden = model(ids, recorder)
         finally:
             hook.remove()
-        logits = model.head(hidden[:, start - 1 : -1]).flatten(0, 1)
+        logits = model.head(hidden[:, start - 1 : -1])
         wanted = ids[:, start:].flatten().to(logits.device)
-        total = log_odds(logits, wanted).sum() if odds else F.cross_entropy(logits, wanted, reduction="sum")
-        total.backward()
+        F.cross_entropy(logits.flatten(0, 1), wanted, reduction="sum").backward()
     return recorder
 
 
