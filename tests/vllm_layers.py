@@ -114,7 +114,6 @@ CLASSES = {
     "kda-k3": kimi_k3.KimiK3DeltaAttention,
     "kda-glm": glm5next.Glm5NextLinearAttention,
     "mamba2-bailing": bailing_linear_attn.BailingMoELinearAttention,
-    "mamba2-minimax": minimax_linear_attn.MiniMaxText01LinearAttention,
     "kda-bailing": bailing_moe_v3.BailingMoeV3KimiDeltaAttention,
 }
 """One layer of each class with heads; a name begins with the kind."""
@@ -190,8 +189,9 @@ class Fixture:
             get_state_shape=lambda: ((WIDTH - 1 + drafts, channels), shape.state_shape),
             get_state_dtype=lambda: (torch.float32, torch.float64),
         )  # fmt: skip
+        self.call = module.decode_call
         if lightning:
-            self._lightning(own, module)
+            self._lightning(module)
         if name == "gdn":
             module.__dict__["chunk_gated_delta_rule"] = self._chunk_gdn
         # Heads that compute in float64 keep their states in float64, which is no type of states elsewhere.
@@ -231,7 +231,7 @@ class Fixture:
         self._bind(spec)
         self.builder = module.get_attn_backend().get_builder_cls()(spec, [module.prefix], config, torch.device("cpu"))
 
-    def _lightning(self, own, module):
+    def _lightning(self, module):
         """A layer whose hidden states are q, k and v, and which projects and norms nothing."""
         heads, dim = self.layer.heads, self.layer.key_dim
         same = lambda x: (x, None)  # noqa: E731
@@ -243,11 +243,9 @@ class Fixture:
             get_state_shape=lambda: (self.layer.state_shape,), get_state_dtype=lambda: (torch.float64,),
         )  # fmt: skip
 
-        def call(given, out):
-            module._forward(torch.cat([given[x].flatten(1) for x in "qkv"], -1), out.flatten(1), None)
-
-        if own.__bases__[-1] is CLASSES["mamba2-bailing"]:
-            module.__dict__["decode_call"] = call
+        self.call = lambda given, out: module._forward(
+            torch.cat([given[x].flatten(1) for x in "qkv"], -1), out.flatten(1), None
+        )
 
     def _bind(self, spec):
         """Bind a pool as vLLM's runners do."""
@@ -309,7 +307,7 @@ class Fixture:
         shape = self.layer
         out = torch.full((tokens, shape.heads, shape.value_dim), torch.nan)
         with forward_context({self.module.prefix: meta}):
-            self.module.decode_call(given, out)
+            self.call(given, out)
         return meta, out.split(lengths.tolist())
 
 

@@ -24,7 +24,6 @@ CLASSES = {
     "KimiK3DeltaAttention": LayerClass("kda", "HeadKimiDelta", "Kimi K3"),
     "Glm5NextLinearAttention": LayerClass("kda", "HeadGlmDelta", "GLM 5.3 Flash"),
     "BailingMoELinearAttention": LayerClass("mamba2", "HeadLightning", "Ling and Ring 2.5"),
-    "MiniMaxText01LinearAttention": LayerClass("mamba2", "HeadLightning", "MiniMax-Text-01, MiniMax-M1"),
     "BailingMoeV3KimiDeltaAttention": LayerClass("kda", "HeadBailingDelta", "Ling 3, Ring 3"),
 }
 """The classes by name."""

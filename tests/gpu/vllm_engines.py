@@ -1,6 +1,6 @@
 """Engines of vLLM on a tiny model, without and with heads, one after the other; run by `test_vllm_engine.py`.
 
-    PYTHONPATH=benchmarks:SITE python vllm_engines.py KIND ENGINES FOLDER [SECONDS]
+    PYTHONPATH=benchmarks:SITE python vllm_engines.py MODEL ENGINES FOLDER [SECONDS]
 
 Each engine serves the same requests and judges its own log-probabilities (`benchmarks/vllm_agreement.py`); a line of
 ``FOLDER/results`` has what an engine gave. No engine begins after SECONDS. ENGINES is "graphs" (eager, and graphs of
@@ -26,41 +26,14 @@ from vllm import LLM
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm_tiny import ARGUMENTS, COMMON, KEY_CHANNELS, LAYERS, MODELS, change_weights
 
 from sketchssm.layer.coefficients import CoefficientMap
-from sketchssm.layer.recurrence import FULL_STATE, Layer
+from sketchssm.layer.recurrence import FULL_STATE
 from sketchssm.plans.basis import SketchBasis
 from sketchssm.plans.plan import SketchPlan
 from sketchssm.study import bench
 
-COMMON = {
-    "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 256, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2, "max_position_embeddings": 4096, "dtype": "bfloat16", "tie_word_embeddings": False,
-}  # fmt: skip
-# Two recurrent layers around one of attention. Attention has few tokens a block, so that requests grow by blocks.
-MODELS = {
-    "mamba2": vllm_models.nemotron_nano() | {
-        "hybrid_override_pattern": "M*M-", "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
-        "mamba_num_heads": 4, "mamba_head_dim": 64, "ssm_state_size": 64, "n_groups": 2,
-    },
-    # Every token takes all experts of the one MoE layer, which vLLM wants: rounding does not change routes.
-    "gdn": vllm_models.qwen3_next() | {
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "decoder_sparse_step": 3, "num_experts": 4,
-        "num_experts_per_tok": 4, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
-    },
-    "kda": vllm_models.kimi_linear() | {
-        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64,
-        "linear_attn_config": {
-            "full_attn_layers": [2], "kda_layers": [1, 3], "head_dim": 64, "num_heads": 2, "short_conv_kernel_size": 4,
-        },
-        "num_experts": None,
-    },
-}  # fmt: skip
-LAYERS = {"mamba2": Layer("mamba2", 4, 64, 64, 2), "gdn": Layer("gdn", 4, 64, 64, 2), "kda": Layer("kda", 2, 64, 64)}
-KEY_CHANNELS = 16
-"""Channels of a head's keys that are not zero, so that a sketch of this rank is exact."""
 ROWS, TOKENS, REQUESTS = 16, 128, int(os.environ.get("SKETCHSSM_REQUESTS", "68"))
 GRAPHS = {
     "none": {"enforce_eager": True},
@@ -75,8 +48,8 @@ SPECULATIVE = {
     "drafts": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
     "mtp": {"method": "mtp", "num_speculative_tokens": 3},
 }
-BLOCKS = {False: 60, True: 120}
-"""Blocks of engines without and with drafts: so few that requests are preempted."""
+BLOCKS = {None: 60, "ngram": 120, "mtp": 100}
+"""Blocks of engines, by method of drafts: so few that requests are preempted."""
 FEW_TOKENS = 32
 """Vocabulary of engines with drafts: n-grams come back soon, and some drafts are right."""
 ENGINES = {
@@ -90,9 +63,9 @@ ENGINES = {
 }  # fmt: skip
 
 
-def write_plans(kind, system, folder):
+def write_plans(name, system, folder):
     """Plans of the recurrent layers: exact with heads that read their state, of rank 2, or with residuals."""
-    layer = LAYERS[kind]
+    layer = LAYERS[name]
     if system == "coarse":
         plan = bench.random_plan(layer, 2, 16, "lowrank")
     elif system == "residual":
@@ -109,21 +82,6 @@ def write_plans(kind, system, folder):
     return str(place)
 
 
-def change_weights(model, kind):
-    """Keep KEY_CHANNELS of a head's keys, and give mamba2's states more weight than its skip connection has."""
-    layer = LAYERS[kind]
-    keys = layer.key_heads * layer.key_dim  # behind values (mamba2) or queries
-    first = layer.heads * layer.value_dim if kind == "mamba2" else keys
-    for module in model.modules():
-        if hasattr(module, "conv1d"):
-            for x in (module.conv1d.weight, getattr(module.conv1d, "bias", None)):
-                if x is not None:
-                    x.data[first : first + keys].unflatten(0, (-1, layer.key_dim))[:, KEY_CHANNELS:] = 0
-        if hasattr(module, "D") and hasattr(module, "conv1d"):
-            module.D.data.fill_(0.1)
-            module.conv1d.weight.data.mul_(4)
-
-
 def used():
     """Bytes of memory of the device in use by PyTorch and CuPy."""
     import cupy
@@ -133,9 +91,9 @@ def used():
     return torch.cuda.memory_allocated() + cupy.get_default_memory_pool().used_bytes()
 
 
-def serve(graphs, model, counts, speculative):
+def serve(graphs, model, counts, speculative, **more):
     """Start an engine and serve: log-probabilities against the engine's own prefill, memory, events."""
-    begin, drafts = time.perf_counter(), speculative is not None
+    begin, drafts = time.perf_counter(), None if speculative is None else speculative["method"]
     caching = {"speculative_config": speculative, "enable_prefix_caching": False} if drafts else {}
     llm = LLM(**{
         "model": model, "skip_tokenizer_init": True, "load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": ROWS,
@@ -143,7 +101,7 @@ def serve(graphs, model, counts, speculative):
         "kv_cache_memory_bytes": 1 << 30, "num_gpu_blocks_override": BLOCKS[drafts],
         "mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": True, "disable_log_stats": True,
         "generation_config": "vllm", "seed": 0, "additional_config": {"gdn_prefill_backend": "triton"},
-        **GRAPHS[graphs], **caching,
+        **GRAPHS[graphs], **caching, **more,
     })  # fmt: skip
     engine, seconds = llm.llm_engine, time.perf_counter() - begin
     pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
@@ -190,13 +148,13 @@ def count_events():
 
 def main():
     begin = time.perf_counter()
-    kind, engines, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    name, engines, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     limit = float(sys.argv[4]) if len(sys.argv) > 4 else np.inf
     few = {"vocab_size": FEW_TOKENS} if engines in SPECULATIVE else {}
     if engines == "mtp":
         few["decoder_sparse_step"] = 1  # vLLM wants experts in the draft model, too, whose layer has number 0
-    (folder / "config.json").write_text(json.dumps(MODELS[kind] | COMMON | few))
-    vllm_models.load_random_weights(lambda model: change_weights(model, kind))
+    (folder / "config.json").write_text(json.dumps(MODELS[name] | COMMON | few))
+    vllm_models.load_random_weights(lambda model: change_weights(model, name))
     counts = count_events()
     systems = os.environ.get("SKETCHSSM_SYSTEMS")
     for system, graphs in ENGINES[engines]:
@@ -212,15 +170,15 @@ def main():
             plans = folder / system
             known = system in ("standard", "replay")
             os.environ["SKETCHSSM_VLLM"] = (
-                system if known else str(plans) if plans.exists() else write_plans(kind, system, folder)
+                system if known else str(plans) if plans.exists() else write_plans(name, system, folder)
             )
         try:
-            result = serve(graphs, str(folder), counts, SPECULATIVE.get(engines))
+            result = serve(graphs, str(folder), counts, SPECULATIVE.get(engines), **ARGUMENTS.get(name, {}))
         except Exception:
             result = {"error": traceback.format_exc()[-1500:]}
         with (folder / "results").open("a") as file:
             file.write(json.dumps(result | {"system": system, "graphs": graphs}) + "\n")
-        print({"kind": kind, "system": system, "graphs": graphs} | result, flush=True)
+        print({"model": name, "system": system, "graphs": graphs} | result, flush=True)
         clean()
     os._exit(0)  # engines take long to end
 
