@@ -371,9 +371,24 @@ def test_what_heads_tell_vllm_of_batches(fixture, kind):
     assert not layer.module.get_attn_backend().supports_device_cpu_query_lens_mismatch()
     assert not layer.builder.supports_update_block_table
     refused(
-        "num_accepted_tokens: expected counts with drafts, got None from vLLM's runner for a ",
+        "speculative_config: expected None, as vLLM's runner gives a .* no counts of kept drafts, got 3 draft tokens",
         layer.builder.build, 0, batch_of([4, 4], [9, 9], [3, 4], [False, False]),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_drafts_without_counts_are_refused_at_start(fixture, kind):
+    """The V2 runner gives counts to all builders but that of lightning attention."""
+    layer = fixture(kind, "replay", DRAFTS)
+    counts = kind != "mamba2-bailing"
+    assert metadata.counted(layer.builder) is counts
+    layer.config.use_v2_model_runner = True
+    given = layer.builder.kv_cache_spec, [layer.module.prefix], layer.config, torch.device("cpu")
+    if counts:
+        type(layer.builder)(*given)
+    else:
+        words = "speculative_config: expected None, as vLLM's runner gives a Bailing.* no counts of kept drafts, got 3"
+        refused(words, type(layer.builder), *given)
 
 
 def test_a_captured_batch(fixture):
@@ -425,7 +440,7 @@ def test_off_by_default(monkeypatch):
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_shapes_without_kernels_are_refused_before_the_weights_are_loaded(fixture, monkeypatch, kind):
-    """The error names the layer."""
+    """The error names the layer. ROCm, whose devices have the type "cuda" too, is refused."""
     module = fixture(kind, "replay").module
     config = SimpleNamespace(
         additional_config={"sketchssm": "replay"}, num_speculative_tokens=0, kv_transfer_config=None,
@@ -434,11 +449,14 @@ def test_shapes_without_kernels_are_refused_before_the_weights_are_loaded(fixtur
         compilation_config=SimpleNamespace(static_forward_context={"x": module}),
     )  # fmt: skip
     monkeypatch.setattr(head_layer, "get_current_vllm_config", lambda: config)
-    monkeypatch.setattr(head_layer, "current_platform", SimpleNamespace(device_type="cuda"))
+    monkeypatch.setattr(head_layer, "current_platform", SimpleNamespace(device_name="cuda"))
     monkeypatch.setattr(CLASSES[kind], "__init__", lambda self: None)
     module.get_state_dtype = lambda: (torch.float32,)
     with pytest.raises(ValueError, match=rf"^{module.prefix}: key_dim: the CUDA kernels don't support [56]; they"):
         type(module).__init__(module)
+    rocm = SimpleNamespace(device_name="rocm", device_type="cuda")
+    monkeypatch.setattr(head_layer, "current_platform", rocm)
+    refused("platform: expected CUDA, or a CPU for mamba2, got rocm for ", type(module).__init__, module)
 
 
 def test_registers_once(monkeypatch):

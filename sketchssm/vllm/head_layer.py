@@ -102,8 +102,7 @@ class HeadLayer(MambaBase):  # type: ignore[misc]
             plan = plan_of(plans_at(settings.plans, settings.mean_rank, settings.reduction), self.prefix)
             self._shares = sharded(plan, self.layer, self.prefix, self.tp_size)
             self._window = plan.window
-        platform = current_platform.device_type
-        self.backend = platform
+        self.backend = platform = current_platform.device_name  # the type of ROCm's devices is "cuda"
         check_engine(
             EngineFacts(
                 platform,

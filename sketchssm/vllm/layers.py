@@ -138,19 +138,18 @@ class HeadKimiDelta(HeadLayer):
         """Kind and shape of this process's share of the layer."""
         return Layer("kda", self.local_num_heads, self.head_dim, self.head_dim)
 
-    def gate(self) -> GateInput:
+    def gate(self) -> GateInput | None:
         """Parameters of the raw gates, as they are now."""
+        return self._raw_gate(self.gate_lower_bound)
+
+    def _raw_gate(self, bound: float | None) -> GateInput:
+        """Parameters of raw gates, with a lower bound of the log-decays or without one."""
         rate, bias = (x.detach().double().cpu().numpy() for x in (self.A_log.flatten(), self.dt_bias))
-        return GateInput(rate, bias, self._bound)
+        return GateInput(rate, bias, bound)
 
     def decode_call(self, given: dict[str, Any], out: Any) -> None:
         """Call `_forward`."""
         self._forward(**given, core_attn_out=out[None])
-
-    @property
-    def _bound(self) -> float | None:
-        """Lower bound of the log-decays; None without one."""
-        return self.gate_lower_bound
 
     @eager_break_during_capture
     def _forward(self, mixed_qkv: Any, g1: Any, g2: Any, beta: Any, core_attn_out: Any) -> None:
@@ -188,9 +187,9 @@ class HeadGlmDelta(HeadKimiDelta):
     conv1d = property(lambda self: self.q_conv1d)
     _merged_conv_weight: Any
 
-    @property
-    def _bound(self) -> float | None:
-        return self.kda_lower_bound if self.kda_safe_gate else None
+    def gate(self) -> GateInput | None:
+        """Parameters of the raw gates, as they are now."""
+        return self._raw_gate(self.kda_lower_bound if self.kda_safe_gate else None)
 
     def conv_weight(self) -> Any:
         """Weights of the three convolutions."""
@@ -219,7 +218,7 @@ class HeadBailingDelta(HeadGlmDelta):
 
     _merged_conv_weight: Any = None
 
-    def gate(self) -> GateInput | None:  # type: ignore[override]
+    def gate(self) -> GateInput | None:
         """Return None: the head takes log-decays."""
         return None
 

@@ -64,6 +64,8 @@ class HeadRows:
         self._drafts = vllm_config.num_speculative_tokens or 0
         if self._drafts:
             self.supports_update_block_table = False  # which has no counts
+            if vllm_config.use_v2_model_runner and not counted(self):
+                raise no_counts(self, self._drafts)
         self._mode = vllm_config.cache_config.mamba_cache_mode
         most = vllm_config.scheduler_config.max_num_seqs
         captured = vllm_config.compilation_config.max_cudagraph_capture_size
@@ -101,10 +103,7 @@ class HeadRows:
         if not self._checked and self._layers():  # in a version that binds pools first
             self.check(self._layers()[0])
         if self._drafts and num_accepted_tokens is None:
-            own = type(self).__bases__[-1].__name__
-            raise ValueError(
-                f"num_accepted_tokens: expected counts with drafts, got None from vLLM's runner for a {own}"
-            )
+            raise no_counts(self, self._drafts)
         batch = common_attn_metadata
         starts = batch.query_start_loc_cpu.numpy()
         lengths = np.diff(starts)
@@ -265,6 +264,24 @@ class HeadRows:
         for layer in self._layers():
             layer.decoder.restart(rows)
             layer.kv_cache[0][rows.long()] = 0
+
+
+def counted(builder: Any) -> bool:
+    """Whether vLLM's V2 runner gives a builder the counts of kept drafts; in an unknown version a step tells."""
+    try:
+        from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridAttnMetadata
+    except ImportError:
+        return True
+    return bool(MambaHybridAttnMetadata(torch.zeros(1, dtype=torch.bool)).get_extra_attn_kwargs(builder, 1))
+
+
+def no_counts(builder: Any, drafts: int) -> ValueError:
+    """Error of an engine whose runner does not tell how many drafts were kept."""
+    own = type(builder).__bases__[-1].__name__
+    return ValueError(
+        f"speculative_config: expected None, as vLLM's runner gives a {own} no counts of kept drafts, got {drafts} "
+        "draft tokens"
+    )
 
 
 def blocks_passed(inner: Any) -> Any:
