@@ -78,5 +78,6 @@ def plans_within(
     if refused is not None and least == np.inf:
         raise refused
     raise ValueError(
-        f"seconds: expected at least {least:.3g}, the least of the plans that were timed, got {seconds:g}"
+        f"seconds: expected at least {least:.3g} ({1e6 * least:.3g} microseconds), the least of the plans that were "
+        f"timed, got {seconds:g}"
     )
