@@ -123,9 +123,9 @@ def serve(graphs, model, counts, speculative, **more):
 
 
 def count_events():
-    """Let vLLM's scheduler count preemptions, tokens found in the cache, and drafted and accepted tokens."""
+    """Let vLLM's scheduler count preemptions, tokens taken from the cache, and drafted and accepted tokens."""
     counts = Counter()
-    find = KVCacheManager.get_computed_blocks
+    allocate = KVCacheManager.allocate_slots
     preempt, observe = Scheduler._preempt_request, Scheduler.make_spec_decoding_stats
 
     def preempted(self, *given, **others):
@@ -136,13 +136,14 @@ def count_events():
         counts.update(drafted=num_draft_tokens, accepted=num_accepted_tokens)
         return observe(self, stats, num_draft_tokens, num_accepted_tokens, *given, **others)
 
-    def found(self, *given, **others):
-        result = find(self, *given, **others)
-        counts["cached_tokens"] += result[1]
+    def allocated(self, request, num_new_tokens, num_new_computed_tokens=0, *given, **others):
+        result = allocate(self, request, num_new_tokens, num_new_computed_tokens, *given, **others)
+        if result is not None:  # a request that waits for blocks finds the same tokens at each step
+            counts["cached_tokens"] += num_new_computed_tokens
         return result
 
     Scheduler._preempt_request, Scheduler.make_spec_decoding_stats = preempted, observed
-    KVCacheManager.get_computed_blocks = found
+    KVCacheManager.allocate_slots = allocated
     return counts
 
 
