@@ -144,7 +144,7 @@ def test_budgets_of_a_time(calibration):
     uniform = ss.plans_within(calibration, 1.0, lambda plans: 0.5, method="uniform")
     assert uniform.allocation.mean_rank == 8
     within = partial(ss.plans_within, calibration, 1.0, lambda plans: 2.0)
-    refused("seconds: expected at least 2, the least", within, budgets=(3, 99))
+    refused(r"seconds: expected at least 2 \(2e\+06 microseconds\), the least", within, budgets=(3, 99))
     refused("reduction: expected at most", within, budgets=(98, 99))
     refused("budgets: expected at least one number, got none", within, budgets=())
     refused("budgets: expected finite numbers above 0, got 'a'", within, budgets=("a",))
